@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 
 import torch
 from checked_arguments import check_numbers
-from plots import read_csv
 from tabulate import tabulate
-from thesis.csv_files import numbers
+from thesis.csv_files import numbers, read
 from thesis.side_by_side import exit_code
 
 import fxmask
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Ask, compare, show; 1 where what is expected is off, or loses."""
     checked.masks(args.block, args.ratio)
     torch.set_num_threads(args.threads)
-    known = read_csv(args.csv, ("model", "batch", "threads", "device", "contender", "ratio", "block", "refresh", "ms_p50"))
+    known = read(args.csv, ("model", "batch", "threads", "device", "contender", "ratio", "block", "refresh", "ms_p50"))
     numbers(args.csv, numbers(args.csv, known, "ratio"), "ms_p50", above=0)
     rows = []
     for name in args.model:

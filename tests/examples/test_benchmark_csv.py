@@ -22,18 +22,14 @@ def test_rows_in_a_new_folder_and_none_under_other_columns(name, tmp_path, capsy
     script, words, rows = SCRIPTS[name]
     path = tmp_path / "new" / "folder" / "t.csv"
     for times in (1, 2):
-        script.main([*words, str(path)])
+        assert script.main([*words, str(path)]) == 0
         assert len(read_csv(path)) == rows * times
     header, _, rest = path.read_text().partition("\n")
     path.write_text(held := f"gpu,{header}\n{rest}")
     for clock in ("perf_counter", "process_time"):
         monkeypatch.setattr(f"time.{clock}", lambda: pytest.fail("something is measured"))
     for wrong, text in ((path, f"{path}: expected the columns {header.split(',')[0]}"), (path / "t.csv", "cannot be written: File exists")):
-        try:
-            code = script.main([*words, str(wrong)])
-        except SystemExit as end:
-            code = end.code
-        assert code == 2 and text in capsys.readouterr().err
+        assert script.main([*words, str(wrong)]) == 2 and text in capsys.readouterr().err
     assert path.read_text() == held
 
 

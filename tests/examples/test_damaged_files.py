@@ -13,7 +13,9 @@ from PIL import Image
 from sparsedrop import table_1, tasks
 from thesis import checkpoint
 from thesis import train as program
+from zoo import results
 from zoo import run as zoo
+from zoo.catalogue import Entry
 
 from fxmask.errors import ConfigError
 
@@ -144,3 +146,12 @@ def test_tables_that_are_none(tmp_path, capsys):
     (tmp_path / "t.csv").write_bytes(bytes(range(128, 256)))
     assert train_step.main(["--plot", str(tmp_path / "t.csv")]) == 2 and "t.csv: expected a csv, got UnicodeDecodeError" in capsys.readouterr().err
     assert zoo.main(["--report", "--csv", str(tmp_path / "t.csv" / "zoo.csv")]) == 2 and "zoo.csv" in capsys.readouterr().err
+
+
+def test_a_page_of_no_rows_or_where_none_can_be(tmp_path, capsys):
+    csv, page = tmp_path / "zoo.csv", tmp_path / "zoo.md"
+    assert zoo.main(["--report", "--csv", str(csv)]) == 2 and "zoo.csv: expected rows to report, got none" in capsys.readouterr().err
+    assert not page.exists()
+    page.mkdir()
+    results.append(csv, results.blank(Entry("own", "a", "a:b")))
+    assert zoo.main(["--report", "--csv", str(csv)]) == 2 and "zoo.md" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import advice, train_step
 from sparsedrop import figure_3, table_1
 from thesis import accuracy, combination, csv_files, gaps, isoflop, memory_movement, run_folder, stability
-from tracking import keep_epochs
+from tracking import CsvLog, keep_epochs
 
 from fxmask.errors import ConfigError
 
@@ -28,7 +28,7 @@ CASES = [
     (table_1, ["--size", "small", "--tasks", "digits", "--csv"], RESULTS / "sparsedrop" / "table_1.csv", "val_loss"),
     *((figure_3, [], RESULTS / "cpu" / "block_dropout.csv", column) for column in ("p", "ms", "gflops_dense_equivalent")),
     *((train_step, ["--plot"], RESULTS / "epyc" / "train_step.csv", column) for column in ("ms_p50", "ratio", "x_dense")),
-    (advice, ["--csv"], RESULTS / "epyc" / "train_step.csv", "ms_p50"),
+    *((advice, ["--csv"], RESULTS / "epyc" / "train_step.csv", column) for column in ("ms_p50", "ratio")),
 ]
 
 
@@ -126,8 +126,16 @@ def test_the_log_of_a_run_that_diverged_is_read(loss, tmp_path):
         csv_files.numbers(tmp_path / "log.csv", run_folder.log_of(tmp_path), "train_loss", above=0)
 
 
+@pytest.mark.parametrize("last", [0, 1])
 @pytest.mark.parametrize("cut", ["1,2", "1,2,3,4"])
-def test_a_cut_off_row_goes_where_it_is_the_only_one(cut, tmp_path):
+def test_a_cut_off_row_goes_where_it_is_the_only_one(cut, last, tmp_path):
     (tmp_path / "log.csv").write_text(f"epoch,a,b\n{cut}")
-    keep_epochs(tmp_path / "log.csv", 0)
+    keep_epochs(tmp_path / "log.csv", last)
     assert (tmp_path / "log.csv").read_text() == "epoch,a,b\n"
+
+
+def test_a_log_that_was_killed_before_its_columns_gets_them(tmp_path):
+    (tmp_path / "log.csv").touch()
+    for _ in range(2):
+        CsvLog(tmp_path / "log.csv", ("epoch", "a"), append=True)
+    assert (tmp_path / "log.csv").read_text() == "epoch,a\n"

@@ -250,19 +250,19 @@ def test_options(tmp_path, options):
 
 
 def test_wrong_use(tmp_path, capsys):
+    csv = tmp_path / "a.csv"
     for options, text in (
         (("--contenders", "sparse"), "--contenders: expected names of dense_eager, dense_compiled"),
         (("--model", "resnet"), "--model: expected names of resmlp-s12"),
         (("--refresh", "0"), "--refresh: expected numbers of steps of at least 1, got 0"),
         (("--impl", "fast"), "impl"),
-        (("--block", "0"), "expected e.g. (16, 16), got (0, 0)"),
-        (("--ratio", "2"), "expected a finite number in [0, 1), got 2.0"),
+        (("--block", "8", "0"), "expected e.g. (16, 16), got (0, 0)"),
+        (("--ratio", "0.75", "2"), "expected a finite number in [0, 1), got 2.0"),
         (("--model", "gpt", "--width", "257"), "--width: expected a multiple of its 2 heads, one for each 128, got 257"),
         (("--device", "meta"), "--device: expected cpu"),
     ):
-        assert train_step.main([*TINY, *EAGER, "--csv", str(tmp_path / "a.csv"), *options]) == 2
-        assert text in capsys.readouterr().err
-    assert not (tmp_path / "a.csv").exists()
+        assert train_step.main([*TINY, *EAGER, "--csv", str(csv), *options]) == 2
+        assert text in capsys.readouterr().err and not csv.exists()
     (tmp_path / "taken").touch()
     assert train_step.main([*TINY, *EAGER, "--csv", str(tmp_path / "taken" / "a.csv")]) == 2
     assert capsys.readouterr().err.startswith(f"train_step.py: the csv cannot be written: File exists.\n  where: {tmp_path / 'taken'}\n  fix: name a file")

@@ -17,6 +17,7 @@ from thesis import train as thesis_train
 NO_FILE = "which is no file"
 AT_LEAST = "expected at least 1, got 0"
 NO_TEXT = str(Path(demo.__file__).with_name("results") / "cifar10_isoflop.png")
+OF_A_STEP = ["--features", "32", "--layers", "1", "--block", "16", "--repeats", "1", "--csv", "t.csv"]
 ROOT = ["--root", "nowhere"]
 CASES = {
     "a scan": (tile_scan, ["--show", "nowhere.csv"], NO_FILE),
@@ -38,6 +39,9 @@ CASES = {
     "a compiler's mode": (train_step, ["--compile-mode", "foo", "--csv", "out.csv"], "--compile-mode foo: Unrecognized mode=foo"),
     "a device of an optimiser": (masked_step, ["--device", "foo"], "--device: expected cpu, or cuda where there is a GPU, got 'foo'"),
     "a refresh": (masked_step, ["--refresh", "-1"], "--refresh: expected 0 or more, got -1"),
+    "a device that is not there": (masked_step, ["--device", "cuda:99"], "--device: expected cpu, or cuda where there is a GPU, got 'cuda:99'"),
+    "a ratio behind another": (masked_step, [*OF_A_STEP, "--ratios", "0.5", "2"], "expected a finite number in [0, 1), got 2.0"),
+    "a folder of cells": (traffic, ["run", "--device", "cpu", "--shapes", "8x8->8", "--out", f"{__file__}/out"], "expected a folder to write to"),
     "repeats": (masked_step, ["--repeats", "0"], f"--repeats: {AT_LEAST}"),
     "figure 4": (figure_4, ["--threads", "0"], f"--threads: {AT_LEAST}"),
     "repeats of dropout": (block_dropout, ["--repeats", "0"], f"--repeats: {AT_LEAST}"),

@@ -208,7 +208,7 @@ def test_what_an_own_model_has_to_come_as(name: str, got: str) -> None:
         sources.make(Entry("own", "zoo_stand_ins", f"zoo_stand_ins:{name}"))
 
 
-@pytest.mark.parametrize("name", ["named", "encoded"])
+@pytest.mark.parametrize("name", ["named", "encoded", "made"])
 def test_inputs_of_an_own_model_by_name(name: str) -> None:
     made = sources.make(Entry("own", "zoo_stand_ins", f"zoo_stand_ins:{name}"))
     assert made.shapes() == "input 5x32" and type(made.kwargs) is dict

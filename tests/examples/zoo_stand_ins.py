@@ -11,6 +11,7 @@ from collections import UserDict
 import torch
 import torch.nn.functional as F
 from torch import nn
+from zoo.sources import Made
 
 
 class Small(nn.Module):
@@ -129,6 +130,10 @@ def named():
 
 def encoded():
     return nn.Linear(32, 48), (), UserDict(input=torch.randn(5, 32))  # as a tokenizer's BatchEncoding
+
+
+def made():
+    return Made(*named())
 
 
 def waiting():
