@@ -95,6 +95,17 @@ CASES = {
     f"{m.__name__} {option}": (m, [option, "0" if option != "--ratio" else "2"], words)
     for m in (advice, page_faults, whole_model)
     for option, words in (("--ratio", "expected a finite number in [0, 1)"), ("--block", "expected e.g. (16, 16), got (0, 0)"), ("--threads", AT_LEAST))
+} | {
+    f"{m.__name__} {option}": (m, [option, "0"], f"{option}: {AT_LEAST}")
+    for m, options in (
+        (train_step, ("--batch", "--width", "--depth", "--sequence", "--warm-up")),
+        (tables_3_4, ("--limit", "--dense-epochs")),
+        (barley_figures_4_5, ("--samples", "--tokens", "--features", "--widths")),
+        (masked_step, ("--features", "--layers")),
+        (whole_model, ("--batch", "--steps")),
+        (page_faults, ("--turns",)),
+    )
+    for option in options
 }  # fmt: skip
 
 
