@@ -34,21 +34,22 @@ def device_here(name: str) -> torch.device:
 
 def append(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], end: str = "\n") -> None:
     """Rows behind those that a csv has."""
-    new = not path.exists()
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator=end)
-        if new:
+        if not file.tell():
             writer.writeheader()
         writer.writerows(rows)
 
 
 def table(option: str, path: Path | None, columns: Sequence[str]) -> None:
-    """Make the folder of a csv that rows are appended to, if one was given; ConfigError where that cannot be, or the csv has other columns."""
+    """Make the csv that rows are appended to, and its folder, if one was given; ConfigError where that cannot be, or the csv has other columns."""
     if path is None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        there = next(csv.reader(path.read_text(errors="replace").splitlines()), []) if path.exists() else list(columns)
+        with path.open("a+", newline="", errors="replace") as file:
+            file.seek(0)
+            there = next(csv.reader(file), list(columns))
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}; name another file.") from None
     if there != list(columns):

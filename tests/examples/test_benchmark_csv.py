@@ -38,3 +38,13 @@ def test_the_recorded_steps_fit_the_command(path):
     checked.table("--out", RESULTS / path, whole_model.COLUMNS)
     with pytest.raises(ConfigError, match=f"--out .*{path}: expected the columns a, got source, "):
         checked.table("--out", RESULTS / path, ["a"])
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path):
+    """And a csv that is empty, as a killed run leaves one, gets the columns."""
+    for _ in range(2):
+        checked.table("--csv", tmp_path / "t.csv", ["a", "b"])
+    checked.append(tmp_path / "t.csv", ["a", "b"], [{"a": 1, "b": 2}])
+    assert (tmp_path / "t.csv").read_text() == "a,b\n1,2\n"
+    with pytest.raises(ConfigError, match=r"--csv /proc/t\.csv: cannot be written: "):
+        checked.table("--csv", Path("/proc/t.csv"), ["a"])
