@@ -81,13 +81,6 @@ def contenders(a: argparse.Namespace, p: float) -> dict[str, Callable[[], None]]
     }
 
 
-def check(a: argparse.Namespace) -> None:
-    """ConfigError for what cannot be measured."""
-    for p in a.rates:
-        fxmask.BlockDropout(p, (a.block, a.block), impl=a.impl)
-    checked.device_here(a.device)
-
-
 def main(argv: list[str] | None = None) -> int:
     """0, or 2 for a use that cannot be measured."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -107,11 +100,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(a: argparse.Namespace) -> None:
-    """Measure, print, append."""
-    check(a)
+    """Measure, print, append. ConfigError for what cannot be measured."""
+    for rate in a.rates:
+        fxmask.BlockDropout(rate, (a.block, a.block), impl=a.impl)
     if a.threads:
         torch.set_num_threads(a.threads)
-    device = torch.device(a.device)
+    device = checked.device_here(a.device)
     watch, shared, rows = Stopwatch(device), provenance(device), []
     settings = {k: v for k, v in vars(a).items() if k not in ("csv", "rates", "threads", "impl", "device")}  # threads and device are in `shared`
     columns = [*shared, *settings, *MEASURED]
