@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--report", action="store_true", help="only write the summary page")
     a = p.parse_args(argv)
     for name in ("jobs", "seconds", "gigabytes", "limit"):
-        if getattr(a, name) is not None and getattr(a, name) <= 0:
-            p.error(f"--{name}: expected more than 0, got {getattr(a, name):g}")
+        if (value := getattr(a, name)) is not None and not 0 < value < inf:
+            p.error(f"--{name}: expected more than 0, and a finite number, got {value:g}")
     a.csv = (a.csv or (OWN_CSV if a.own else CSV)).resolve()
     for spec in a.own:
         if not all(spec.partition(":")):

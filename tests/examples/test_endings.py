@@ -106,7 +106,7 @@ def test_a_folder_behind_a_closed_one(capsys, monkeypatch, tmp_path):
 def test_folders_that_are_files(capsys, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
-    small = str(sweep.Path(sweep.__file__).parent / "sweeps" / "small.yaml")
+    small = str(Path(sweep.__file__).parent / "sweeps" / "small.yaml")
     for action in ("run", "list", "table", "figures"):
         with pytest.raises(SystemExit, match="2"):
             sweep.main([action, small, "--out", str(file / "runs")])

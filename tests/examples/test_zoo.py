@@ -341,6 +341,8 @@ def test_the_list() -> None:
     [
         (["--jobs", "0"], "--jobs: expected more than 0"),
         (["--limit", "0"], "--limit: expected more than 0"),
+        (["--seconds", "inf"], "--seconds: expected more than 0, and a finite number, got inf"),
+        (["--gigabytes", "nan"], "--gigabytes: expected more than 0, and a finite number, got nan"),
         (["--own", "nothing"], "expected module:callable"),
     ],
 )
