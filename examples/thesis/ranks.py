@@ -76,7 +76,7 @@ class Ranks:
         try:
             result = work()
         except (fxmask.FxMaskError, OSError) as error:
-            failed = str(error)
+            failed = str(error) or type(error).__name__
         texts: list[Any] = [None] * self.world
         dist.all_gather_object(texts, failed)
         if any(texts):

@@ -10,7 +10,8 @@ import pytest
 import train
 from benchmarks import train_step
 from danhofer import choose, learned, tables_3_4
-from thesis import accuracy, checkpoint, hidden_groups, side_by_side, stability, sweep
+from sparsedrop import figure_3, figure_4
+from thesis import accuracy, barley_table_4, checkpoint, combination, hidden_groups, side_by_side, stability, sweep, table_6_2
 from thesis import train as thesis_train
 
 
@@ -101,6 +102,24 @@ def test_a_folder_behind_a_closed_one(capsys, monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="2"):
         side_by_side.options("", ["--out", str(closed / "a" / "b")])
     assert f"--out: expected a folder to write to, got {closed / 'a' / 'b'}: {closed} is not to be written to" in capsys.readouterr().err
+
+
+OUT = {  # scripts that have an `--out` of their own
+    "barley": (barley_table_4, ["--data", "digits"], "--runs"), "barley's table": (barley_table_4, ["--data", "digits"], "--out"),
+    "combination": (combination, [], "--out"), "figure 3": (figure_3, ["t.csv"], "--out"), "figure 4": (figure_4, ["--size", "small"], "--out"),
+    "tables": (table_6_2, [], "--out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OUT)
+def test_folders_that_cannot_be_written_to_are_told_first(case, capsys, monkeypatch, tmp_path):
+    module, args, option = OUT[case]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for out, words in ((tmp_path / "file" / "new", f"{tmp_path / 'file'} is no folder"), (tmp_path / "new", f"{tmp_path} is not to be written to")):
+        with pytest.raises(SystemExit, match="2"):
+            module.main([*args, option, str(out)])
+        assert capsys.readouterr().err.endswith(f"error: {option}: expected a folder to write to, got {out}: {words}\n")
 
 
 def test_folders_that_are_files(capsys, tmp_path):

@@ -15,7 +15,7 @@ from thesis import checkpoint
 from thesis import imagenet as program
 from thesis.imagenet_data import open_images
 from thesis.imagenet_run import Run
-from thesis.ranks import Ranks
+from thesis.ranks import RankError, Ranks
 
 import fxmask
 
@@ -44,6 +44,16 @@ def test_an_image_that_is_none(root, tmp_path):
     images = open_images(tmp_path / "data", Ranks(0, 1, torch.device("cpu"), grouped=False), image=32, batch=8, seed=0, workers=0)
     with pytest.raises(DataMissing, match=r"class2/7.png: expected an image, got UnidentifiedImageError"):
         list(images.train(1, 0))
+
+
+@pytest.mark.parametrize(("error", "words"), [(PermissionError(13, "Permission denied"), "Permission denied"), (TimeoutError(), "TimeoutError")])
+def test_what_one_rank_cannot_do_is_raised_on_all(error, words, monkeypatch):
+    def work():
+        raise error
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", lambda texts, mine: texts.__setitem__(slice(None), ["", mine]))
+    with pytest.raises(RankError, match=rf"{words}\n  where: rank 1 of 2"):
+        Ranks(1, 2, torch.device("cpu"), grouped=True).together(work)
 
 
 def test_wrong_folders(root, options, tmp_path, capsys):

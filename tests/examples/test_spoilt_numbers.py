@@ -32,12 +32,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("script", "args", "source", "column"), CASES, ids=[f"{script.__name__} {column}" for script, _, _, column in CASES])
-def test_a_word_for_a_number(script, args, source, column, capsys, monkeypatch, tmp_path):
+WRONG = [(case, "many") for case in CASES] + [(case, "0") for case in CASES if case[-1] in ("train_tflop", "step_ms")]
+
+
+@pytest.mark.parametrize(("case", "value"), WRONG, ids=[f"{case[0].__name__} {case[-1]} {value}" for case, value in WRONG])
+def test_a_word_for_a_number_or_no_cost(case, value, capsys, monkeypatch, tmp_path):
+    script, args, source, column = case
     monkeypatch.chdir(tmp_path)
     rows, path = plots.read_csv(source), Path("t.csv")
     for row in rows:
-        row[column] = "many"
+        row[column] = value
     with path.open("w", newline="") as file:
         table = csv.DictWriter(file, list(rows[0]))
         table.writeheader()
@@ -47,7 +51,7 @@ def test_a_word_for_a_number(script, args, source, column, capsys, monkeypatch, 
         code = script.main([*args, "t.csv"])
     except SystemExit as end:
         code = end.code
-    assert code == 2 and f"for {column} in each row, got 'many'" in capsys.readouterr().err
+    assert code == 2 and f"for {column} in each row, got '{value}'" in capsys.readouterr().err
     assert path.read_bytes() == before and {p.name for p in tmp_path.iterdir()} <= {"t.csv", "t.csv.lock"}
 
 
@@ -83,6 +87,9 @@ def test_what_is_kept_of_a_log_that_goes_on(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text("epoch,top1\n1,50\n2,60\n3")
     keep_epochs(path, 1)
+    assert path.read_text().split() == ["epoch,top1", "1,50"]
+    path.write_text("epoch,top1\n1,50\n2")
+    keep_epochs(path, 2)
     assert path.read_text().split() == ["epoch,top1", "1,50"]
     for text, words in (("a,b\n1,2\n", "got none of epoch"), ("epoch,b\none,2\n", "got 'one'"), ("\udcff", "expected a csv")):
         path.write_text(text, errors="surrogateescape")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
-from thesis import sweep_checks, sweep_figures, sweep_file, sweep_results
+from thesis import sweep, sweep_checks, sweep_figures, sweep_file, sweep_results
 
 SWEEPS = Path(__file__).parents[2] / "examples" / "thesis" / "sweeps"
 
@@ -72,3 +73,10 @@ def test_figures_of_nothing(asked, message, part, tmp_path):
     with pytest.raises(sweep_checks.SweepError, match=message):
         sweep_figures.draw(*part, tmp_path, **asked)
     assert not list(tmp_path.iterdir())
+
+
+def test_tables_alone_without_matplotlib(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert sweep.main(["figures", str(SWEEPS / "small.yaml"), "--out", str(tmp_path)]) == 0
+    assert "no figures: matplotlib is not installed" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.glob("*.csv")} == {"masked_accuracy.csv", "loaded_elements.csv"} and not list(tmp_path.glob("*.png"))
