@@ -21,6 +21,7 @@ from fxmask.errors import ConfigError
 from thesis import gaps, isoflop
 from thesis.accuracy_table import RESULTS
 from thesis.csv_files import read
+from thesis.side_by_side import exit_code
 
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,20 +149,22 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--csv", type=Path, default=RESULTS)
     p.add_argument("--times", type=Path, default=isoflop.TIMES)
     args = p.parse_args(argv)
+    return exit_code("accuracy_page.py", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the pages, none of them where one cannot be made."""
     try:
         known = tables(read(args.csv, (*isoflop.NEEDED, "seed", "epochs", "ratio_achieved", *COLUMNS.values())), read(args.times, ("run", "step_ms")))
         texts = {page: filled(page.read_text(), known) for page in args.pages}
     except (ConfigError, OSError) as error:
-        print(f"accuracy_page.py: {error}\n  the pages are as they were.", file=sys.stderr)
-        return 2
+        raise ConfigError(f"{error}\n  the pages are as they were.") from None
     except (KeyError, ValueError) as error:
         what = f"expected the csv of accuracy.py with rows for every table of the pages, got {args.csv}: {type(error).__name__} {error}"
-        print(f"accuracy_page.py: {what}.\n  fix: name another --csv; the pages are as they were.", file=sys.stderr)
-        return 2
+        raise ConfigError(f"{what}.\n  fix: name another --csv; the pages are as they were.") from None
     for page, text in texts.items():
         page.write_text(text)
         print(page)
-    return 0
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from tabulate import tabulate
 
 from fxmask.bench.provenance import provenance
 from fxmask.bench.table import Row, Table, number
-from fxmask.errors import ConfigError
 from thesis.side_by_side import GOES_ON, exit_code, picture
 
 if TYPE_CHECKING:
@@ -83,16 +82,8 @@ def figure(rows: Sequence[Row], a: argparse.Namespace) -> Figure:
     return drawn
 
 
-def check(a: argparse.Namespace) -> None:
-    """ConfigError for what cannot be measured."""
-    for name in ("batches", "activations"):
-        if not getattr(a, name):
-            raise ConfigError(f"--{name}: expected at least one, got none.")
-
-
 def run(a: argparse.Namespace) -> list[Row]:
     """Measure what the csv lacks; the rows of this command's mini-batches."""
-    check(a)
     if a.threads:
         torch.set_num_threads(a.threads)
     device = device_here(a.device)

@@ -12,6 +12,7 @@ numbers of the kept blocks in the place of the dense inputs. All samples are ali
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
@@ -25,7 +26,7 @@ from torch import nn
 import fxmask
 from fxmask.analysis.barley import kept_blocks, resmlp_activations, resmlp_inputs, saved_bytes
 from thesis.barley_model import BATCH, MIB, S12, block_inputs, bsr_parts, inputs, pruned_bsr, saved_by_autograd
-from thesis.side_by_side import Row, options, published, row, save, show, tally
+from thesis.side_by_side import Row, exit_code, options, published, row, save, show, tally
 
 WITHIN = 0.7  # percent, of the column of activations
 TOKENS = (196, 384)  # (patches, channels) of a token activation
@@ -106,6 +107,11 @@ def doubts(rows: list[Row], measured_base: float) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = options(__doc__, argv, ("--batch", {"type": int, "default": 1, "metavar": "N", "help": "samples measured at once for the second table"}))
+    return exit_code("barley_table_3.py", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Show and write both tables."""
     rows, measured_base = cells()
     show("Table III: activations, MiB (2^20 bytes)", rows, doubts(rows, measured_base))
     save(args.out, "barley_table_3", rows)
@@ -114,7 +120,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     save(args.out, "barley_table_3_products", more)
     print(tally(more))
     print(tally(rows, f"the column of activations, within {WITHIN} %"))
-    return 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ every cell is derived; the text says "about 5x" fewer at 80 %.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ import fxmask
 from fxmask.analysis.model_shapes import ModelShapes
 from fxmask.analysis.thesis import flop, flop_kept
 from thesis.real_models import cifar_model, masked
-from thesis.side_by_side import Row, options, row, save, show, tally
+from thesis.side_by_side import Row, exit_code, options, row, save, show, tally
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,6 +78,11 @@ def draw(rows: list[Row], epochs: int) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = options(__doc__, argv, ("--epochs", dict(type=int, default=200, help="what the figure multiplies a sample's forward with")))
+    return exit_code("flops.py", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Show and write."""
     rows = cells()
     at_80 = {r["block"]: r["fewer_ours"] for r in rows if r["ratio"] == "80%"}
     target = next(r["fewer_target"] for r in rows if r["ratio"] == "80%")
@@ -88,7 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     show("Figure 6.7: FLOP of one sample's forward, linears only, 2 a multiplication", rows, notes)
     save(args.out, "flops", [{**r, "epochs": args.epochs} for r in rows], lambda: draw(rows, args.epochs))
     print(tally(rows))
-    return 0
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from fxmask.errors import ConfigError
 from thesis.accuracy_table import RESULTS, setting_of
 from thesis.csv_files import numbers, read
 from thesis.side_by_side import exit_code
@@ -95,17 +96,15 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code("gaps.py", lambda: show(args.csv))
 
 
-def show(path: Path) -> int:
+def show(path: Path) -> None:
     """Both tables of one csv."""
     rows = [r for r in read(path, ("phase", "run", "seed", "epochs", "test_top1", "held_top1", "train_tflop")) if r["phase"] == "final"]
     if not rows:
-        print(f"gaps.py: expected rows of phase final in {path}, got none.\n  fix: run accuracy.py final first.", file=sys.stderr)
-        return 2
+        raise ConfigError(f"expected rows of phase final in {path}, got none.\n  fix: run accuracy.py final first.")
     numbers(path, rows, "test_top1", "held_top1")
     numbers(path, rows, "train_tflop", above=0)
     for title, pairs in (("both sides get the same", EQUAL), ("they do not", OTHER)):
         print(f"\n{title}: points of top-1, mask minus dense\n" + tabulate(differences(rows, pairs), headers="keys", disable_numparse=True))
-    return 0
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tabulate import tabulate
 from torch import Tensor
 
+from fxmask.errors import ConfigError
 from thesis import checkpoint, csv_files, lock, run_folder
 from thesis.side_by_side import exit_code
 
@@ -76,20 +77,18 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code("hidden_groups.py", lambda: run(args))
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Count, write and show."""
     csv_files.read_own(args.csv, COLUMNS)  # before every checkpoint is read for it
     rows = [row for folder in sorted(args.runs.glob("*/*-seed*")) for row in rows_of(folder)]
     if not rows:
-        print(f"hidden_groups.py: expected runs with checkpoints of cached masks in {args.runs}/PHASE/RUN-seedN, got none.\n  fix: --runs.", file=sys.stderr)
-        return 2
+        raise ConfigError(f"expected runs with checkpoints of cached masks in {args.runs}/PHASE/RUN-seedN, got none.\n  fix: --runs.")
     there = {(r["phase"], r["run"]) for r in rows}
     with lock.alone(args.csv):
         others = [r for r in csv_files.read_own(args.csv, COLUMNS) if (r["phase"], r["run"]) not in there]  # of runs in another folder, or on another machine
         csv_files.write(args.csv, COLUMNS, sorted(others + rows, key=lambda r: (r["phase"], r["run"], r["layer"])), "\n")
     print(tabulate(shares(rows), headers="keys", floatfmt=".1f"))
     print(args.csv)
-    return 0
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from plots import new_figure, save
 from tabulate import tabulate
 from train import flushed_denormals
 
+from fxmask.errors import ConfigError
 from thesis import csv_files, lock
 from thesis.accuracy_table import DATA_NAMES, of_one_setting, setting_of
 from thesis.accuracy_table import RESULTS as ACCURACY
@@ -154,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code("isoflop.py", lambda: run(args))
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Times, or table and figure."""
     if args.what == "time":
         csv_files.read_own(args.times, TIME_COLUMNS)  # before it is measured for minutes
@@ -163,14 +164,13 @@ def run(args: argparse.Namespace) -> int:
             times = {r["run"]: r for r in [*csv_files.read_own(args.times, TIME_COLUMNS), *rows]}  # what --only leaves out keeps its row
             csv_files.write(args.times, TIME_COLUMNS, times.values(), "\n")
         print(tabulate(rows, headers="keys"))
-        return 0
+        return
     rows = [r for r in csv_files.read(args.csv, (*NEEDED, args.column)) if r["phase"] == "isoflop"]
     csv_files.numbers(args.csv, rows, args.column)
     csv_files.numbers(args.csv, rows, "train_tflop", above=0)
     found = of_one_setting(args.csv, points(rows, args.column), args.data, args.epochs, args.holdout)
     if not found:
-        print(f"isoflop.py: expected rows of phase isoflop in {args.csv}, got none.\n  fix: run accuracy.py isoflop first.", file=sys.stderr)
-        return 2
+        raise ConfigError(f"expected rows of phase isoflop in {args.csv}, got none.\n  fix: run accuracy.py isoflop first.")
     timed = csv_files.numbers(args.times, csv_files.read(args.times, ("run", "step_ms")), "step_ms", above=0)
     times = {r["run"]: float(r["step_ms"]) for r in timed}
     for point in found:
@@ -181,7 +181,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nagainst the dense frontier at equal {cost}:")
         print(tabulate(verdicts(found, cost), headers="keys", floatfmt=".2f"))
     print(save(figure(found), args.out))
-    return 0
 
 
 if __name__ == "__main__":

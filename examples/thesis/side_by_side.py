@@ -123,11 +123,15 @@ def one_table(
     notes: Callable[[list[Row]], Sequence[str]] | None = None, draw: Callable[[list[Row]], Figure] | None = None,
 ) -> int:  # fmt: skip
     """A script that makes one table: shown, written to `--out`, its agreeing cells counted."""
-    args, found = options(doc, argv), rows()
-    show(title, found, notes(found) if notes else ())
-    save(args.out, name, found, draw and (lambda: draw(found)))
-    print(tally(found, how))
-    return 0
+    args = options(doc, argv)
+
+    def run() -> None:
+        found = rows()
+        show(title, found, notes(found) if notes else ())
+        save(args.out, name, found, draw and (lambda: draw(found)))
+        print(tally(found, how))
+
+    return exit_code(f"{name}.py", run)
 
 
 def save(out: Path | None, name: str, rows: list[Row], draw: Callable[[], Figure] | None = None) -> None:

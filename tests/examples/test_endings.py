@@ -11,7 +11,20 @@ import train
 from benchmarks import train_step
 from danhofer import choose, learned, tables_3_4
 from sparsedrop import figure_3, figure_4
-from thesis import accuracy, barley_table_4, checkpoint, combination, hidden_groups, side_by_side, stability, sweep, table_6_2
+from thesis import (
+    accuracy,
+    accuracy_page,
+    barley_table_3,
+    barley_table_4,
+    checkpoint,
+    combination,
+    flops,
+    hidden_groups,
+    side_by_side,
+    stability,
+    sweep,
+    table_6_2,
+)
 from thesis import train as thesis_train
 
 
@@ -22,6 +35,8 @@ def test_ctrl_c_is_told_in_a_line(capsys, monkeypatch, tmp_path):
     table = ["--models", "mlp512", "--modes", "dense", "--csv", str(tmp_path / "t.csv")]
     for module, name, args, words in (
         (stability, "losses_of", table, "stability.py: stopped; the same command goes on\n"),
+        *((m, "cells", [], f"{m.__name__.removeprefix('thesis.')}.py: stopped\n") for m in (barley_table_3, flops, table_6_2)),
+        (accuracy_page, "tables", [], "accuracy_page.py: stopped\n"),
         (train, "write_run", ["--out", str(tmp_path / "a")], "train.py: stopped\n"),
         (thesis_train, "_turns", ["--out", str(tmp_path / "b")], "thesis/train.py: stopped; the same command goes on\n"),
     ):

@@ -99,6 +99,8 @@ def test_what_is_kept_of_a_log_that_goes_on(tmp_path):
     keep_epochs(path, 1)
     keep_epochs(tmp_path / "none.csv", 1)
     assert path.read_text() == "" and [p.name for p in tmp_path.iterdir()] == ["log.csv"]
+    CsvLog(path, ("epoch", "top1"), append=True).write({"epoch": 1, "top1": 50})
+    assert path.read_text().split() == ["epoch,top1", "1,50"]
 
 
 FACTS = {"epochs": 1, "data": "digits", "dense": True, "holdout": 0, "threads": 1, "torch": "2"}
