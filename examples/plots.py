@@ -36,9 +36,8 @@ def plot_run(out: Path) -> list[Path]:
     log, active, counts = out / "log.csv", out / "active_blocks.csv", ("epoch", "block_row", "block_col", "active_steps")
     if not log.is_file():
         raise ConfigError(f"expected a folder that examples/train.py has written, with a log.csv, got {out}.")
-    epochs = numbers(log, read_csv(log, ("epoch", "top1", "train_loss")), "epoch", kind=int)
+    epochs = numbers(log, numbers(log, read_csv(log, ("epoch", "top1", "train_loss")), "epoch", kind=int), "top1", "train_loss")
     blocks = numbers(active, read_csv(active, ("layer", *counts)), *counts, kind=int)
-    numbers(log, epochs, "top1", "train_loss")
     if not epochs:
         raise ConfigError(f"{log}: expected a row for each epoch, got none.\n  fix: train for an epoch at least.")
     written = [save(accuracy_figure(epochs), out / "accuracy.png")]

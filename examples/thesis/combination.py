@@ -25,7 +25,7 @@ from thesis import csv_files, train
 from thesis.accuracy_table import DATA_NAMES, RESULTS, of_one_setting
 from thesis.masked_model import build
 from thesis.recipes import COMMON, arguments_of
-from thesis.side_by_side import check_folder, exit_code
+from thesis.side_by_side import exit_code, options
 
 RUNS = ("dense-adamw-lr0.01", "dense-activations50-x4", "b16-tokens-whole-taylor", "b16-activations50-x4")
 
@@ -70,14 +70,13 @@ def table(known: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    p.add_argument("--csv", type=Path, default=RESULTS, help="of accuracy.py")
-    p.add_argument("--data", choices=tuple(DATA_NAMES), help="runs of this data set alone")
-    p.add_argument("--epochs", help="runs of this length alone")
-    p.add_argument("--holdout", help="runs with so many images held out alone")
-    p.add_argument("--out", type=Path, help="a folder for combination.csv")
-    args = p.parse_args(argv)
-    check_folder(p, "--out", args.out)
+    args = options(
+        __doc__, argv,
+        ("--csv", dict(type=Path, default=RESULTS, help="of accuracy.py")),
+        ("--data", dict(choices=tuple(DATA_NAMES), help="runs of this data set alone")),
+        ("--epochs", dict(help="runs of this length alone")),
+        ("--holdout", dict(help="runs with so many images held out alone")),
+    )  # fmt: skip
     return exit_code("combination.py", lambda: run(args))
 
 

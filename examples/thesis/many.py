@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,6 +33,7 @@ from train import flushed_denormals
 import fxmask
 from thesis import train
 from thesis.masked_model import preset_of
+from thesis.side_by_side import exit_code
 from thesis.train_run import data_of
 
 SHARED = ("data", "root", "batch", "image", "workers", "holdout", "device")  # what one set of loaded images serves
@@ -133,13 +135,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, TypeError) as error:
         p.error(f"{args.runs}: expected a list of [name, [words of train.py]], got another thing: {error}")
     runs = [(name, train.arguments(words)) for name, words in given]
-    try:
-        return 1 if together(runs, args.at_once, lambda name, status: print(json.dumps([name, status]), flush=True)) else 0
-    except DataMissing as error:
-        print(f"thesis/many.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # whoever started this says what to do
-        return 130
+    failed = partial(together, runs, args.at_once, lambda name, status: print(json.dumps([name, status]), flush=True))
+    return exit_code("thesis/many.py", lambda: min(1, failed()))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from thesis import (
     combination,
     flops,
     hidden_groups,
+    many,
     side_by_side,
     stability,
     sweep,
@@ -32,11 +33,13 @@ def test_ctrl_c_is_told_in_a_line(capsys, monkeypatch, tmp_path):
     def stop(*_):
         raise KeyboardInterrupt
 
+    (tmp_path / "runs.json").write_text("[]")
     table = ["--models", "mlp512", "--modes", "dense", "--csv", str(tmp_path / "t.csv")]
     for module, name, args, words in (
         (stability, "losses_of", table, "stability.py: stopped; the same command goes on\n"),
         *((m, "cells", [], f"{m.__name__.removeprefix('thesis.')}.py: stopped\n") for m in (barley_table_3, flops, table_6_2)),
         (accuracy_page, "tables", [], "accuracy_page.py: stopped\n"),
+        (many, "together", [str(tmp_path / "runs.json")], "thesis/many.py: stopped\n"),
         (train, "write_run", ["--out", str(tmp_path / "a")], "train.py: stopped\n"),
         (thesis_train, "_turns", ["--out", str(tmp_path / "b")], "thesis/train.py: stopped; the same command goes on\n"),
     ):
