@@ -122,6 +122,13 @@ def test_a_folder_behind_a_closed_one(capsys, monkeypatch, tmp_path):
     assert f"--out: expected a folder to write to, got {closed / 'a' / 'b'}: {closed} is not to be written to" in capsys.readouterr().err
 
 
+def test_a_run_that_failed_is_told_by_the_status_and_a_seed_named_twice_is_one(monkeypatch, tmp_path):
+    begun = []
+    monkeypatch.setattr(accuracy.sweep_local, "one_process_each", lambda runs, *_: begun.extend(run.name for run in runs) or len(runs))
+    words = ["--only", "dense-muon", "--seeds", "3", "3", "--runs", str(tmp_path / "runs"), "--csv", str(tmp_path / "t.csv")]
+    assert accuracy.main(["final", "--data", "digits", *words]) == 1 and begun == ["dense-muon-seed3"]
+
+
 OUT = {  # scripts that have an `--out` of their own
     "barley": (barley_table_4, ["--data", "digits"], "--runs"), "barley's table": (barley_table_4, ["--data", "digits"], "--out"),
     "combination": (combination, [], "--out"), "figure 3": (figure_3, ["t.csv"], "--out"), "figure 4": (figure_4, ["--size", "small"], "--out"),
