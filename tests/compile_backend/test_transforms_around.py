@@ -1,5 +1,6 @@
 """Function transforms around a model that was compiled by the backend: Dynamo would skip its frames from then on, and leave them dense without a word."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -193,13 +194,7 @@ class OwnMethod(nn.Module):
 
     def number(self, row):
         torch._dynamo.graph_break()
-        return self.activation(row[:10]) * self.scale
-
-    def renamed(self, row):
-        torch._dynamo.graph_break()
-        net = self
-        self = net
-        return net.activation(row[: net.config.width]) * self.scale
+        return self.activation(row[: self.config.width]) * self.scale
 
     def linears(self, row):
         torch._dynamo.graph_break()
@@ -223,11 +218,33 @@ class OwnMethod(nn.Module):
         return net(row)
 
 
+class Away:
+    """As proxies of what is not there yet: it does not tell its class either."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError(f"no {name} outside of a request")
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "attribute"])
+@pytest.mark.parametrize("make", [Away, lambda: weakref.proxy(Trainer())], ids=["away", "dead"])
+def test_objects_that_cannot_be_asked_what_they_are(make, whole):
+    held = [make()]
+
+    odd = held[0]
+    call = compiled((lambda x: x if held else held) if whole else (lambda x: x if x.dim() else odd.models), **OPTIONS)
+    assert torch.equal(torch.func.vmap(call)(X), X)
+
+
+def test_a_proxy_of_a_model():
+    model = mlp()
+    net = weakref.proxy(model)
+    assert "would leave 0, 2 dense" in refused(lambda: torch.func.vmap(compiled(lambda x: net(x), **OPTIONS))(X))
+
+
 @pytest.mark.filterwarnings("ignore:backend='fxmask' masked nothing in a graph")
-@pytest.mark.parametrize("name", ["number", "renamed"])
-def test_a_method_that_takes_no_linear_of_its_model(name):
-    expected = fxmask.apply(OwnMethod(name), **OPTIONS)(X)
-    assert torch.equal(compiled(OwnMethod(name), **OPTIONS)(X), expected)
+def test_a_method_that_takes_no_linear_of_its_model():
+    expected = fxmask.apply(OwnMethod("number"), **OPTIONS)(X)
+    assert torch.equal(compiled(OwnMethod("number"), **OPTIONS)(X), expected)
 
 
 class MapsPart(Wrap):
