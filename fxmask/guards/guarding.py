@@ -146,12 +146,13 @@ def _warn_of_lost_steps(optimizer: Optimizer, guarded: list[Guarded]) -> None:
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Whether an optimiser's state of a weight is of a step that was made. Adagrad's is there before, and torch.distributed.checkpoint makes one of zeros."""
+    """Whether an optimiser's state of a weight is of a step that was made. Adagrad's is there before, and torch.distributed.checkpoint makes one of zeros.
+    A count with no tensor beside it is believed."""
     count = state.get("step", 0)
     known = count.numel() == 1 and has_values(count) if isinstance(count, torch.Tensor) else isinstance(count, (int, float))
-    held = [ranks.part(t) for t in state.values() if isinstance(t, torch.Tensor) and t.numel() > 1]
+    held = [t for t in (ranks.part(t) for t in state.values() if isinstance(t, torch.Tensor) and t.numel() > 1) if has_values(t)]
     counted = (known and float(count) > 0) or state.get("momentum_buffer") is not None
-    return counted and any(bool(t.any()) for t in held if has_values(t))
+    return counted and (not held or any(bool(t.any()) for t in held))
 
 
 def _makers(model: nn.Module, site: Site) -> Iterator[nn.Parameter]:

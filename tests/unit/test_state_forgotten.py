@@ -120,6 +120,34 @@ def test_a_guard_on_an_optimiser_that_has_stepped_dense_weights(make):
     fxmask.guard(optimiser, fxmask.apply(fxmask.restore(model), ratio=0.6))  # which counts nothing
 
 
+class Counts(optim.SGD):
+    """Keeps a count, and no tensor that lies flat in the state."""
+
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"step": 1, **self.more()}
+
+    def more(self):
+        return {}
+
+
+class Nested(Counts):
+    def more(self):
+        return {"factors": {"left": torch.ones(4)}}
+
+
+@pytest.mark.parametrize("kind", [Counts, Nested])
+def test_a_count_with_no_tensors_beside_it_is_of_steps(kind):
+    model = mlp()
+    optimiser = kind(model.parameters())
+    model(torch.randn(2, 64)).sum().backward()
+    optimiser.step()
+    fxmask.apply(model, ratio=0.6, refresh=2)
+    with pytest.warns(fxmask.FxMaskWarning, match=LOST):
+        fxmask.guard(optimiser, model)
+
+
 @pytest.mark.parametrize("options", [dict(refresh=2), dict(schedule=fxmask.Schedule("linear", steps=9))], ids=["cached", "scheduled"])
 def test_a_state_of_before_the_first_step_is_none_that_was_forgotten(options):
     model = mlp()
