@@ -161,8 +161,9 @@ def can_draw(what: str) -> bool:
 
 
 def png(figure: Figure, path: Path) -> Path:
+    """Write a figure, as a png where its name does not say otherwise."""
     with csv_files.replacing(path) as part:
-        figure.savefig(part, dpi=150, format="png")
+        figure.savefig(part, dpi=150, format=path.suffix[1:] or "png")
     return path
 
 

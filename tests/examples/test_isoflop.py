@@ -43,6 +43,8 @@ def test_isoflop_draws(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert out.stat().st_size > 10_000 and "above (one seed)" in printed and "outside of the dense widths" in printed
     before = out.read_bytes()
+    other = tmp_path / "p.pdf"
+    assert isoflop.main(["plot", "--csv", str(tmp_path / "t.csv"), "--out", str(other)]) == 0 and other.read_bytes().startswith(b"%PDF")
 
     def full(_, part, **how):
         part.write_bytes(b"\x89PNG")
