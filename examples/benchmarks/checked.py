@@ -50,7 +50,7 @@ def table(option: str, path: Path | None, columns: Sequence[str]) -> None:
         with path.open("a+", newline="", errors="replace") as file:
             file.seek(0)
             there = next(csv.reader(file), list(columns))
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}; name another file.") from None
+    except (OSError, csv.Error) as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {getattr(error, 'strerror', None) or error}; name another file.") from None
     if there != list(columns):
         raise ConfigError(f"{option} {path}: expected the columns {', '.join(columns)}, got {', '.join(there)}; name another file.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,8 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(tmp_
     assert (tmp_path / "t.csv").read_text() == "a,b\n1,2\n"
     with pytest.raises(ConfigError, match=r"--csv /proc/t\.csv: cannot be written: "):
         checked.table("--csv", Path("/proc/t.csv"), ["a"])
+    os.mkfifo(tmp_path / "pipe")  # as /dev/stdout is, where another program reads it
+    (tmp_path / "long").write_text("a" * 200_000)
+    for name, words in (("pipe", "File or stream is not seekable"), ("long", "field larger than field limit")):
+        with pytest.raises(ConfigError, match=f"{name}: cannot be written: {words}"):
+            checked.table("--csv", tmp_path / name, ["a"])
