@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> float:
     try:
         first = load(path, device, model, optimizer) if args.resume else 0
     except (RuntimeError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        got = f"{type(error).__name__}: {error}".splitlines()[0].partition(". ")[0]
+        got = f"{type(error).__name__}: {error}".replace(":\n\t", ": ").splitlines()[0].partition(". ")[0]
         parser.error(f"--resume: expected a checkpoint of this script at {path}, of the same --ratio, got {got}")
     guard = fxmask.guard(optimizer, model)  # after loading: hooks cannot be saved
 

@@ -48,8 +48,9 @@ def of_another_ratio():
         ("fsdp2", b"\x89PNG", "UnpicklingError: Weights only load failed\n"),
         ("fsdp2", [1], "TypeError: list indices must be integers or slices, not str\n"),
         ("ddp", of_another_ratio(), "with other settings: expected the same, got ratio: 0.75 here, 0.5 saved.\n"),
+        ("ddp", {"model": {}}, "for Sequential: Missing key(s) in state_dict: "),
     ],
-    ids=["no file of ddp", "no file of fsdp2", "a list", "another ratio"],
+    ids=["no file of ddp", "no file of fsdp2", "a list", "another ratio", "no weights"],
 )
 def test_a_checkpoint_that_cannot_be_gone_on_from(recipe, state, words, tmp_path):
     path = tmp_path / "checkpoint.pt"
