@@ -34,10 +34,13 @@ def device_here(name: str) -> torch.device:
 
 def append(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], end: str = "\n") -> None:
     """Rows behind those that a csv has."""
+    held = path.read_bytes() if path.exists() else b""
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator=end)
-        if not file.tell():
+        if not held:
             writer.writeheader()
+        elif not held.endswith(b"\n"):  # a killed run left half a row
+            file.write(end)
         writer.writerows(rows)
 
 
