@@ -110,12 +110,12 @@ def _closure(f: FunctionType) -> dict[str, Any]:
     return found
 
 
-def chosen(root: nn.Module, o: Options, unmet: Collection[int], unread: bool, bare: bool = False) -> list[Decision]:
-    """The linears that graphs are to mask or to prune in the whole model, if it has any of these weights; with `bare` also what may be one, in a forward that
-    is not looked into. Raises as a capture does, where options are wrong."""
+def chosen(root: nn.Module, o: Options, unmet: Collection[int], unread: bool, any_forward: bool = False) -> list[Decision]:
+    """The linears that graphs are to mask or to prune in the whole model, if it has any of these weights; with `any_forward` also weights
+    that a forward may use as one, which is not looked into. Raises as a capture does, where options are wrong."""
     found = find(root)
-    linears = [c for c in found if not c.masked and (_graphs_mask(c, unread) or (bare and c.reads_itself))]
-    linears += [c for c in unsaid(outside(root, found)) if c.weight.dim() == 2] if bare else []
+    linears = [c for c in found if not c.masked and (_graphs_mask(c, unread) or (any_forward and c.reads_itself))]
+    linears += [c for c in unsaid(outside(root, found)) if c.weight.dim() == 2] if any_forward else []
     if not any(id(c.weight) in unmet for c in linears):
         return []
     for c in linears:

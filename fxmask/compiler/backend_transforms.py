@@ -127,8 +127,8 @@ def _dense(found: Iterable[nn.Module | nn.Parameter], options: Any) -> Iterator[
     roots = {id(r): r for r in (own.get(id(v), v) for v in given)}
     for root in roots.values() if weights else ():
         if isinstance(root, nn.Module):
-            bare = not any(map(decided_by_apply, root.parameters()))
-            decisions = chosen(root, parse(options), weights, is_unread(root), bare)
+            applied = any(map(decided_by_apply, root.parameters()))  # which says by itself what is masked, and masks nothing in other forwards
+            decisions = chosen(root, parse(options), weights, is_unread(root), any_forward=not applied)
             yield from (d.candidate.name or "the model itself" for d in decisions if id(d.candidate.weight) in weights)
         elif id(root) in weights and root.dim() == 2:
             yield f"a parameter of shape {tuple(root.shape)}"

@@ -150,9 +150,11 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
     A count with no tensor beside it is believed."""
     count = state.get("step", 0)
     known = count.numel() == 1 and has_values(count) if isinstance(count, torch.Tensor) else isinstance(count, (int, float))
-    held = [t for t in (ranks.part(t) for t in state.values() if isinstance(t, torch.Tensor) and t.numel() > 1) if has_values(t)]
-    counted = (known and float(count) > 0) or state.get("momentum_buffer") is not None
-    return counted and (not held or any(bool(t.any()) for t in held))
+    if not ((known and float(count) > 0) or state.get("momentum_buffer") is not None):
+        return False
+    parts = [ranks.part(t) for t in state.values() if isinstance(t, torch.Tensor) and t.numel() > 1]
+    readable = [t for t in parts if has_values(t)]
+    return not readable or any(bool(t.any()) for t in readable)
 
 
 def _makers(model: nn.Module, site: Site) -> Iterator[nn.Parameter]:
