@@ -18,7 +18,7 @@ def read(path: Path, columns: Sequence[str] = (), cut_off: bool = False) -> list
     """The rows of a csv, none where there is no file, or an empty one. `cut_off`: a row that lacks a value is left out, and no error.
 
     Raises:
-        ConfigError: it is no csv, lacks one of the `columns`, has a row without a value for one of them (for any column where none is given), or with one too many.
+        ConfigError: it is no csv, lacks one of the `columns`, has a row without a value for one of them (for any where none is given), or with one too many.
     """
     if not path.exists():
         return []
