@@ -20,7 +20,7 @@ from ..passes.state.saliency import observe
 from ..passes.state.site import Site
 from ..passes.stepping import elementwise
 from ..passes.stepping import masked_step as kept_alone
-from ..passes.stepping.bypass import warn_of_adapters, warn_of_dense_readers
+from ..passes.stepping.bypass import warn_of_dense_readers
 from ..passes.stepping.guarded_weight import Guarded
 from ..passes.stepping.held import group_of, has_closure, ids_of, moves_by_grad, state_of
 from ..passes.stepping.momenta import averages_of
@@ -61,6 +61,7 @@ class GuardHandle:
         self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
         # whoever looks after a step, as an average of weights may, sees them as they stay
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
+        self._noticed.begin(optimizer, self._guarded)
         self._take(optimizer, self._guarded, self._followed)
         other_steps.watch(self)
 
@@ -123,8 +124,8 @@ class GuardHandle:
             refuse_another_weight(g)
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
         self._noticed.look_for_replaced(self._guarded)
-        if self.steps == 0 and self._captures is None and (model := self._noticed.model()) is not None:
-            warn_of_adapters(model)
+        if self.steps == 0 and self._captures is None:
+            self._noticed.look_at_the_start(optimizer, self._guarded)
         closure = has_closure(args, kwargs)
         masked_step = bool(self.masked_step and self._guarded)  # without layers the step is the optimiser's, or that of a guard that came later
         if masked_step:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -17,10 +16,9 @@ from ..passes.settings import phases
 from ..passes.settings.checks import one_of
 from ..passes.state import ranks
 from ..passes.state.site import Site
-from ..passes.state.tensors import has_values
 from ..passes.stepping import elementwise
-from ..passes.stepping.guarded_weight import POLICIES, RETURNING, Guarded, may_freeze
-from ..passes.stepping.held import group_of, states_of
+from ..passes.stepping.guarded_weight import POLICIES, RETURNING, may_freeze
+from ..passes.stepping.held import group_of
 from ..sites import required_sites
 from ..swap import MaskedLayer
 from .guard_handle import GuardHandle, masked_step_of
@@ -57,7 +55,8 @@ def guard(
     Returns: a handle with `policies`, `masked_step` and `remove()`.
     Raises: ConfigError (unknown policy; the optimiser holds none of the masked weights; masked_step with decay or free), StateError (nothing masked, or
     guarded already), UnsupportedError (freeze where masked weights must move; freeze or decay of a weight that another parameter makes; masked_step where it
-    says not). Warns where masks that count steps begin at 0 under an optimiser that has stepped their weights: their state was not loaded.
+    says not). Warns, at the first step if not before, where masks begin at step 0 under an optimiser that has stepped their weights, so that their state
+    was not loaded: those that count steps, and those of refresh=0 whose weights were loaded after `apply`.
     Cost: during a step a copy of each guarded weight that has a gradient (under an optimiser that is not PyTorch's, of each), under freeze of its momenta too,
     and there of masked blocks alone by the kernels of a GPU, and on a CPU of weights of 2^18 elements and more in blocks of 8 columns and more; where momenta
     are zero while masked a copy of the gradient instead of theirs; with masked_step one of the kept blocks. Between steps nothing, but where the blocks of
@@ -101,7 +100,6 @@ def guard(
     if masked_weights == "auto":
         _warn_of_made_weights(optimizer, model, found)
     warn_of_ranks(found)
-    _warn_of_lost_steps(optimizer, [g for g in held.guarded if isinstance(g.weight, nn.Parameter)])
     return GuardHandle(optimizer, held, masked_weights, returning, masked_step, model)
 
 
@@ -129,32 +127,6 @@ def _warn_of_made_weights(optimizer: Optimizer, model: nn.Module, found: list[tu
         what += " from, and their masked weights with it."
         fix = "remove that before fxmask.apply (torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.prune.remove), or exclude the layer; "
         warn(message(what, first_of(left), fix + "masked_weights='free' says that it is meant."))
-
-
-def _warn_of_lost_steps(optimizer: Optimizer, guarded: list[Guarded]) -> None:
-    """FxMaskWarning where masks count steps and begin at 0 under an optimiser that has stepped their weights: in a resumed run their state was forgotten.
-
-    Optimisers without a count and a momentum, as plain SGD, do not tell.
-    """
-    new = [g for g in guarded if g.site._fxmask_given.needs_steps and not (g.site._fxmask_step or g.site._fxmask_announced or g.site._fxmask_resumed)]
-    begun = [g.name for g in new if any(map(_has_stepped, states_of(optimizer, g.weight)))]
-    if begun:
-        what = "the optimiser has stepped weights before this guard, and their masks begin at step 0. In a run that is resumed that loses the masks' state:"
-        what += " the steps that start, schedule and refresh count, cached masks and scores."
-        fix = "fxmask.load_state_dict(model, saved) before fxmask.guard; where masks begin now, fxmask.step(model, 0) before it says that this is meant."
-        warn(message(what, first_of(begun), fix))
-
-
-def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Whether an optimiser's state of a weight is of a step that was made. Adagrad's is there before, and torch.distributed.checkpoint makes one of zeros.
-    A count with no tensor beside it is believed."""
-    count = state.get("step", 0)
-    known = count.numel() == 1 and has_values(count) if isinstance(count, torch.Tensor) else isinstance(count, (int, float))
-    if not ((known and float(count) > 0) or state.get("momentum_buffer") is not None):
-        return False
-    parts = [ranks.part(t) for t in state.values() if isinstance(t, torch.Tensor) and t.numel() > 1]
-    readable = [t for t in parts if has_values(t)]
-    return not readable or any(bool(t.any()) for t in readable)
 
 
 def _makers(model: nn.Module, site: Site) -> Iterator[nn.Parameter]:

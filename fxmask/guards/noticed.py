@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 from ..decided import decided_by_apply, times_applied
 from ..kernels.errors import first_of, message, warn
 from ..passes.state.site_mask import masks_any
-from ..passes.stepping.bypass import gradient_of, has_broken, warn_of_dense_gradients
+from ..passes.stepping.bypass import gradient_of, has_broken, warn_of_adapters, warn_of_dense_gradients
 from ..passes.stepping.guarded_weight import Guarded
 from ..passes.stepping.held import group_of
 from ..sites import sites
 from .guarded import Named
+from .lost_state import warn_of_lost_state
 from .replaced import warn_of_replaced
 
 AGAIN = (
@@ -38,9 +39,23 @@ class Noticed:
         self.looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
         self._missed: set[int] = set()  # ids of sites that a step had no gradient for
         self._applied = times_applied()
+        self._new: set[int] = set()  # ids of sites whose masks begin with the guard
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "model": gone, "lost": []}
+
+    def begin(self, optimizer: Optimizer, guarded: Sequence[Guarded]) -> None:
+        """Before the guard tells them of its steps."""
+        new = [g for g in guarded if isinstance(g.weight, nn.Parameter) and not g.site._fxmask_announced]
+        lost = warn_of_lost_state(optimizer, new)
+        self._new = {id(g.site) for g in new} - {id(g.site) for g in lost}
+
+    def look_at_the_start(self, optimizer: Optimizer, guarded: Sequence[Guarded]) -> None:
+        """Before the first step: an optimiser's state may be loaded after the guard, and adapters may come."""
+        warn_of_lost_state(optimizer, [g for g in guarded if id(g.site) in self._new])
+        self._new = set()
+        if (model := self.model()) is not None:
+            warn_of_adapters(model)
 
     def warn_of_new_masks(self, optimizer: Optimizer) -> None:
         """FxMaskWarning, once, where layers were masked after the guard, for the first time or again, and nobody guards them."""

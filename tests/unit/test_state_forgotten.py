@@ -173,3 +173,70 @@ def test_without_the_state_a_mask_that_is_kept_is_another_one():
 def test_without_the_state_the_message_names_it():
     with pytest.raises(StateError, match=r"(?s)expected a step source.*fxmask\.load_state_dict"):
         masked(refresh=2)(torch.randn(2, 64))
+
+
+def half_way(model, optimiser):
+    """Weights and optimiser of a run, as they are saved without the masks' state."""
+    fxmask.guard(optimiser, model)
+    steps(model, optimiser, 3)
+    return {k: v.clone() for k, v in model.state_dict().items()}, copy.deepcopy(optimiser.state_dict())
+
+
+def steps(model, optimiser, n):
+    for _ in range(n):
+        optimiser.zero_grad()
+        model(torch.randn(2, 64)).square().sum().backward()
+        optimiser.step()
+
+
+def go_on(model, optimiser, guarded):
+    if not guarded:
+        fxmask.guard(optimiser, model)
+    steps(model, optimiser, 1)
+
+
+RESUMED = [dict(refresh=0), dict(refresh=2), dict(schedule=fxmask.Schedule("linear", steps=9))]
+
+
+@pytest.mark.parametrize("first", ["guard", "loads"])
+@pytest.mark.parametrize("options", RESUMED, ids=["refresh-0", "refresh-2", "scheduled"])
+def test_a_resume_without_the_state_is_noticed_in_either_order(first, options):
+    model = fxmask.apply(mlp(), ratio=0.6, **options)
+    weights, state = half_way(model, optim.AdamW(model.parameters()))
+    model = fxmask.apply(mlp(), ratio=0.6, **options)
+    optimiser = optim.AdamW(model.parameters())
+    if first == "guard":
+        fxmask.guard(optimiser, model)
+    model.load_state_dict(weights)
+    optimiser.load_state_dict(state)
+    with pytest.warns(fxmask.FxMaskWarning, match=LOST) as told:
+        go_on(model, optimiser, guarded=first == "guard")
+    assert len(told) == 1
+    steps(model, optimiser, 2)  # any warning is an error
+
+
+@pytest.mark.parametrize("options", RESUMED, ids=["refresh-0", "refresh-2", "scheduled"])
+def test_a_state_that_comes_after_the_guard_is_in_time(options):
+    model = fxmask.apply(mlp(), ratio=0.6, **options)
+    weights, state = half_way(model, optim.AdamW(model.parameters()))
+    masks = fxmask.state_dict(model)
+    model = fxmask.apply(mlp(), ratio=0.6, **options)
+    optimiser = optim.AdamW(model.parameters())
+    fxmask.guard(optimiser, model)
+    optimiser.load_state_dict(state)
+    model.load_state_dict(weights)
+    fxmask.load_state_dict(model, masks)
+    steps(model, optimiser, 1)  # any warning is an error
+
+
+def test_masks_for_good_that_no_load_of_weights_has_moved_are_none_that_were_lost():
+    """One shot in the middle of a training; and masks of the user's, which no weights move."""
+    model = mlp()
+    optimiser = optim.AdamW(model.parameters())
+    steps(model, optimiser, 2)
+    fxmask.guard(optimiser, fxmask.apply(model, ratio=0.6, refresh=0)).remove()
+    given = fxmask.masks(fxmask.restore(model) and fxmask.apply(model, ratio=0.6, criterion="random"))
+    model = fxmask.apply(fxmask.restore(model), masks=given)
+    model.load_state_dict(model.state_dict())
+    fxmask.guard(optimiser, model)
+    steps(model, optimiser, 1)

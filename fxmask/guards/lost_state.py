@@ -1,0 +1,50 @@
+"""Masks that begin anew under an optimiser that has stepped their weights: in a run that is resumed their state was forgotten, and nothing else shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..kernels.errors import first_of, message, warn
+from ..passes.state import ranks
+from ..passes.state.saliency import GIVEN
+from ..passes.state.site import Site
+from ..passes.state.tensors import has_values
+from ..passes.stepping.guarded_weight import Guarded
+from ..passes.stepping.held import states_of
+
+
+def warn_of_lost_state(optimizer: Optimizer, new: list[Guarded]) -> list[Guarded]:
+    """FxMaskWarning for those of these masks whose state a resumed run has forgotten, as their optimiser tells. Returns: them.
+
+    Optimisers without a count and a momentum, as plain SGD, do not tell.
+    """
+    lost = [g for g in new if _begins_anew(g.site) and any(map(_has_stepped, states_of(optimizer, g.weight)))]
+    if lost:
+        what = "the optimiser has stepped weights before this guard, and their masks begin at step 0. In a run that is resumed that loses the masks' state:"
+        what += " the steps that start, schedule and refresh count, cached masks and scores."
+        fix = "fxmask.load_state_dict(model, saved) after the weights' load and before the first step; where masks begin now, fxmask.step(model, 0) before"
+        warn(message(what, first_of([g.name for g in lost]), fix + " fxmask.guard says that this is meant."))
+    return lost
+
+
+def _begins_anew(site: Site) -> bool:
+    """Whether a state would have brought what weights do not: a step; or the mask of refresh=0, of weights that were there before a load."""
+    given, by_weights = site._fxmask_given, site._fxmask_given.criterion not in (GIVEN, "random")
+    of_loaded = given.refresh == 0 and site._fxmask_loaded and by_weights
+    return not site._fxmask_step and not site._fxmask_resumed and (given.needs_steps or of_loaded)
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """Whether an optimiser's state of a weight is of a step that was made. Adagrad's is there before, and torch.distributed.checkpoint makes one of zeros.
+    A count with no tensor beside it is believed."""
+    count = state.get("step", 0)
+    known = count.numel() == 1 and has_values(count) if isinstance(count, torch.Tensor) else isinstance(count, (int, float))
+    if not ((known and float(count) > 0) or state.get("momentum_buffer") is not None):
+        return False
+    parts = [ranks.part(t) for t in state.values() if isinstance(t, torch.Tensor) and t.numel() > 1]
+    readable = [t for t in parts if has_values(t)]
+    return not readable or any(bool(t.any()) for t in readable)
