@@ -17,6 +17,7 @@ from ..guards.guard_handle import GuardHandle
 from ..passes.state.site import Site
 
 SITE = tuple(f"_fxmask_{name}" for name in ("keep", "count", "dense", "mask", "lists", "score", "scale"))
+LAYER = tuple(f"_fxmask_{name}" for name in ("pruning", "dropping", "nm", "nm_frozen"))
 
 
 class Facts:
@@ -75,7 +76,7 @@ class Facts:
             "where tensors of the modules lie": tuple(t.data_ptr() for m in modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None),
             "classes of modules, their children, or whether they train": tuple((m.__class__, m.training, len(m._modules)) for m in modules),
             "phases, modes or kernels of masks": tuple(_of_site(m) for m in modules if "_fxmask_keep" in m.__dict__),
-            "how inputs are pruned, or N:M masks frozen": tuple(_of_layer(m) for m in modules if "_fxmask_pruning" in m.__dict__ or "_fxmask_nm" in m.__dict__),
+            "how inputs are pruned or dropped, or N:M masks frozen": tuple(_of_layer(m) for m in modules if not m.__dict__.keys().isdisjoint(LAYER)),
             "models that are masked": 0 if modules else times_applied(),
             "autocast, or gradients": (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_grad_enabled()),
         }
@@ -86,7 +87,7 @@ def _of_site(s: Any) -> Hashable:
 
 
 def _of_layer(m: Any) -> Hashable:
-    return m.__dict__.get("_fxmask_pruning"), m.__dict__.get("_fxmask_nm"), m.__dict__.get("_fxmask_nm_frozen")
+    return tuple(map(m.__dict__.get, LAYER))
 
 
 def numbers(groups: Iterable[dict[str, Any]], facts: Facts) -> str:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from unit.graphed_runs import BLOCK, MIX, RAMP, Run, adamw, assert_goes_on, assert_same, graphs, pair  # noqa: F401  (a fixture)
 
 import fxmask
-from fxmask import NMMask, Schedule, WeightMask
+from fxmask import BlockDropout, NMMask, Schedule, WeightMask
 from fxmask.errors import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("graphs")
@@ -275,6 +275,24 @@ def test_nm_masks_that_are_frozen():
         r.train(6)
     assert_same(*runs)
     assert runs[0].step.captures == 3
+
+
+def test_block_dropout_of_another_rate():
+    """The layers have the same class, Parameters and mode as before."""
+    runs = []
+    for g in (True, False):
+        r = Run(False)
+        fxmask.apply(r.model, BlockDropout(p=0.1, block=BLOCK), include=["0", "2"])
+        r.step = fxmask.graphed(r.plain, r.optimiser, models=[r.model], warmup=2) if g else r.plain
+        for i in range(12):
+            torch.manual_seed(i)
+            r.train(1)
+            if i == 5:
+                fxmask.restore(r.model)
+                fxmask.apply(r.model, BlockDropout(p=0.6, block=BLOCK), include=["0", "2"])
+        runs.append(r)
+    assert_same(*runs)
+    assert runs[0].step.captures == 2
 
 
 def test_a_temperature_that_moves():
