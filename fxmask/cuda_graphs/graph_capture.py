@@ -59,74 +59,71 @@ def captured(step: Callable[[], Any], graph: Any, optimizers: Sequence[Optimizer
 
     Raises: UnsupportedError and ConfigError where no replay could be the step; no step was taken then.
     """
-    parameters = [p for group in facts.groups for p in group["params"]]
-    with _undone(parameters, optimizers, handles, facts) as before, _translated(name):
-        with _counting(handles) as steps, noting() as layers:
-            result = graph.record(step)
-        if any(n != 1 for n in steps()):
-            what = f"fxmask.graphed: expected a step in which each guarded optimiser steps once, got {steps()} steps; it was not taken."
-            raise ConfigError(message(what, name, "give fxmask.graphed the optimisers that this function steps, and let it take one step."))
-        if keys_of(optimizers) != before.entries:
-            return None
-        if moved(before.counts):
-            what = "an optimiser counts on the host, which a CUDA graph holds fixed: expected one whose state lies on the device; the step was not taken."
-            raise UnsupportedError(message(what, ", ".join(type(o).__name__ for o in optimizers), "use one with capturable=True, or go on without a graph."))
-        before.kept.append(True)
-        after = [(p, p.grad) for p in parameters]
-        added = [(p, grad) for (p, grad), old in zip(after, before.gradients, strict=True) if grad is old and grad is not None]
-        return Recorded(graph, result, after, added, [(g, g.last) for h in handles for g in h._guarded], layers)
+    before, recorded = _Before(optimizers, handles, facts), None
+    try:
+        with _translated(name):
+            recorded = _recorded(step, graph, before, name)
+    finally:
+        if recorded is None:
+            before.put_back()
+    return recorded
+
+
+def _recorded(step: Callable[[], Any], graph: Any, before: _Before, name: str) -> Recorded | None:
+    with _counting(before.handles) as steps, noting() as layers:
+        result = graph.record(step)
+    if any(n != 1 for n in steps):
+        what = f"fxmask.graphed: expected a step in which each guarded optimiser steps once, got {steps} steps; it was not taken."
+        raise ConfigError(message(what, name, "give fxmask.graphed the optimisers that this function steps, and let it take one step."))
+    if keys_of(before.optimizers) != before.entries:
+        return None
+    if moved(before.counts):
+        what = "an optimiser counts on the host, which a CUDA graph holds fixed: expected one whose state lies on the device; the step was not taken."
+        where = ", ".join(type(o).__name__ for o in before.optimizers)
+        raise UnsupportedError(message(what, where, "use one with capturable=True, or go on without a graph."))
+    after = [(p, p.grad) for p, _ in before.gradients]
+    added = [(p, grad) for p, grad in before.gradients if grad is p.grad and grad is not None]
+    return Recorded(graph, result, after, added, [(g, g.last) for h in before.handles for g in h._guarded], layers)
 
 
 @contextmanager
-def _counting(handles: list[GuardHandle]) -> Iterator[Callable[[], list[int]]]:
-    """Inside, steps of guarded optimisers count nothing but themselves."""
+def _counting(handles: list[GuardHandle]) -> Iterator[list[int]]:
+    """Inside, steps of guarded optimisers count nothing but themselves; behind it the list has how many there were of each."""
     taken: list[int] = []
     if any(h._captures is not None for h in handles):
         raise ConfigError("fxmask.graphed inside of a step that is captured: expected one, around the whole step.")
     try:
         for h in handles:
             h._captures = 0
-        yield lambda: taken
+        yield taken
         taken += [h._captures or 0 for h in handles]
     finally:
         for h in handles:
             h._captures = None
 
 
-class _Before(NamedTuple):
-    """What Python may change in a capture, as it was; `kept` is filled where the changes stay."""
+class _Before:
+    """What Python may change in a capture, as it was."""
 
-    gradients: list[Tensor | None]
-    entries: dict[Any, set[Any]]
-    counts: list[tuple[dict[Any, Any], Any, Any]]
-    kept: list[bool]
+    def __init__(self, optimizers: Sequence[Optimizer], handles: list[GuardHandle], facts: Facts) -> None:
+        self.optimizers, self.handles = optimizers, handles
+        self.gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for group in facts.groups for p in group["params"]]
+        self.entries, self.counts = keys_of(optimizers), host_values(facts)
 
-
-@contextmanager
-def _undone(parameters: list[Tensor], optimizers: Sequence[Optimizer], handles: list[GuardHandle], facts: Facts) -> Iterator[_Before]:
-    """Put gradients and state back that Python has made inside and nothing has computed, unless they are kept."""
-    before = _Before([p.grad for p in parameters], keys_of(optimizers), host_values(facts), [])
-    try:
-        yield before
-    finally:
-        if not before.kept:
-            for p, grad in zip(parameters, before.gradients, strict=True):
-                p.grad = grad
-            _forget_new_state(optimizers, before.entries)
-            put_back(before.counts)
-            for g in (g for h in handles for g in h._guarded):
-                g.last = None
-                g.forget()
-
-
-def _forget_new_state(optimizers: Sequence[Optimizer], entries: dict[Any, set[Any]]) -> None:
-    """Take away from the optimisers' state what is not among these entries."""
-    for o in optimizers:
-        for p, state in list(o.state.items()):
-            for key in set(state) - entries.get(p, set()):
-                del state[key]
-            if p not in entries:
-                del o.state[p]
+    def put_back(self) -> None:
+        """Undo what Python has made since, and nothing has computed."""
+        for p, grad in self.gradients:
+            p.grad = grad
+        for o in self.optimizers:
+            for p, state in list(o.state.items()):
+                for key in set(state) - self.entries.get(p, set()):
+                    del state[key]
+                if p not in self.entries:
+                    del o.state[p]
+        put_back(self.counts)
+        for g in (g for h in self.handles for g in h._guarded):
+            g.last = None
+            g.forget()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from unit.graphed_runs import MIX, Run, assert_goes_on, assert_same, graphs, pair  # noqa: F401  (a fixture)
 
@@ -118,3 +119,34 @@ def test_gradients_after_a_capture_that_failed():
     for r in (graphed, plain):
         r.train(4, step=zero_last(r))
     assert_same(graphed, plain)
+
+
+def test_state_that_a_capture_makes():
+    """Of a Parameter that has its first gradient then: every replay would make it anew, and so the step runs as it is once more."""
+    runs = pair(**MIX)
+    for r in runs:
+        r.extra, r.calls = nn.Parameter(torch.ones(10)), 0
+        r.optimiser.add_param_group({"params": [r.extra]})
+
+        def plain(r=r):
+            r.calls += 1
+            r.optimiser.zero_grad(set_to_none=True)
+            out = r.model(r.x)
+            loss = F.cross_entropy(out if r.steps < 4 else out * r.extra, r.y)
+            loss.backward()
+            r.optimiser.step()
+            return loss.detach()
+
+        r.step = fxmask.graphed(plain, r.optimiser, warmup=2) if r is runs[0] else plain
+        r.train(10)
+    assert_same(*runs)
+    step = runs[0].step
+    assert step.captures == 1 and runs[0].calls == 10 - step.replays + 2
+
+
+def test_one_inside_of_another():
+    r = Run(True, **MIX, warmup=1)
+    outer = fxmask.graphed(lambda: r.step(), r.optimiser, warmup=1)
+    r.train(1, step=outer)
+    with pytest.raises(ConfigError, match=r"fxmask\.graphed inside of a step that is captured: expected one, around the whole step"):
+        outer()
