@@ -11,23 +11,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..kernels.errors import StateError, UnsupportedError, message
-from ..passes.frames import frames
 from ..passes.state import lost_guards, pruning_schedule, taken_steps
 from ..passes.state import site as state
 from ..passes.state.rebuild import Job
-from ..passes.state.saliency import observe
 from ..passes.state.site import Site
 from ..passes.stepping import elementwise
-from ..passes.stepping import masked_step as kept_alone
 from ..passes.stepping.bypass import warn_of_dense_readers
 from ..passes.stepping.guarded_weight import Guarded
-from ..passes.stepping.held import group_of, has_closure, ids_of, moves_by_grad, state_of
+from ..passes.stepping.held import group_of, has_closure, ids_of, state_of
 from ..passes.stepping.momenta import averages_of
-from ..passes.stepping.optimiser import after_step, before_step, hiding, note_masks, reset_returned
+from ..passes.stepping.optimiser import reset_returned
 from ..pruning import scheduled_layers
+from ..sites import refuse_dense
 from . import other_steps
 from .guarded import Followed, Held, Scheduled, counted_layers, guarded_weight, refuse_another_weight, weight_now
+from .guarded_step import GuardedStep
 from .noticed import Noticed, gone, warn_of_broken_step
 
 _COMPILED = "fxmask.guard looks after a step as Python does: compile optimizer.step without fullgraph=True"
@@ -45,11 +43,10 @@ class GuardHandle:
         self._scheduled: list[Scheduled] = [(m, m.__dict__["_fxmask_pruning_given"]) for _, m in scheduled_layers(model)]
         self._pruned: list[nn.Module] = []  # those of them that this guard counts for
         self.masked_step = masked_step
-        self._under_way: kept_alone.Step | None = None
+        self._under_way: GuardedStep | None = None
         self._guarded, self._followed, self._others = held
         self._choice, self._returning, self._token = choice, returning, object()
         self._noticed = Noticed(model)
-        self._left: list[Guarded] = []  # under masked_step: without a gradient nothing is gathered, and an optimiser of somebody's own may move it all the same
         self._captures: int | None = None  # steps in the capture of fxmask.graphed, whose replays count
         self._clear = "" if masked_step else elementwise.cleared_while_masked(optimizer, returning)
         self.optimizer, self.steps = weakref.ref(optimizer), 0
@@ -110,65 +107,40 @@ class GuardHandle:
         self._followed = [(s, w) for s, w in self._followed if self._is_ours(s)]
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if _is_no_step(optimizer):
+        if other_steps.is_no_step(optimizer):
             return None
-        self._under_way, self._left = None, []  # what a step that raised has left
+        self._under_way = None  # what a step that raised has left
+        self._look(optimizer)
+        closure = has_closure(args, kwargs)
+        masked_step = self.masked_step if self._guarded else False  # without layers the step is the optimiser's, or that of a guard that came later
+        if masked_step:
+            elementwise.refuse_call(optimizer, closure, self._hooks[0].id)
+        self._under_way = GuardedStep(optimizer, self._guarded, masked_step, self._returning, closure)
+        if not closure and self._captures is None:
+            self._noticed.look_at_gradients(self._guarded)
+        return self._under_way.arguments(args, kwargs)
+
+    def _look(self, optimizer: Optimizer) -> None:
+        """Before a step: which weights are guarded by now, and what is wrong with them."""
         self._let_go()
         warn_of_broken_step(self._guarded)
         self._adopt(optimizer)
         self._noticed.warn_of_new_masks(optimizer)
         for g in self._guarded:
-            if g.site._fxmask_is_dense:
-                what = "optimizer.step() inside fxmask.dense: expected masks in force."
-                raise StateError(message(what, g.name, "leave the with block first."))
+            refuse_dense(g.name, g.site, "optimizer.step()")
             refuse_another_weight(g)
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
         self._noticed.look_for_replaced(self._guarded)
         if self.steps == 0 and self._captures is None:
             self._noticed.look_at_the_start(optimizer, self._guarded)
-        closure = has_closure(args, kwargs)
-        masked_step = bool(self.masked_step and self._guarded)  # without layers the step is the optimiser's, or that of a guard that came later
-        if masked_step:
-            elementwise.refuse_call(optimizer, closure, self._hooks[0].id)
-        self._observe(optimizer, closure)
-        if masked_step:
-            self._under_way = kept_alone.begin(optimizer, self._guarded, self.masked_step == "elementwise")
-            self._left = [] if moves_by_grad(optimizer) else [g for g in self._guarded if g.weight.grad is None]
-            before_step(optimizer, self._left)
-        else:
-            before_step(optimizer, self._guarded, closure)
-        note_masks(optimizer, self._guarded, zero=self._returning == "zero")
-        if not closure and self._captures is None:
-            self._noticed.look_at_gradients(self._guarded)
-        if self._under_way is not None:
-            return (self._under_way.stand_in, *args[1:]), kwargs
-        if not closure:
-            return None
-
-        def hidden(a: Any) -> Any:
-            return hiding(a, self._guarded) if callable(a) else a
-
-        return (args[0], *map(hidden, args[1:])), {k: hidden(a) for k, a in kwargs.items()}
-
-    def _observe(self, optimizer: Optimizer, closure: bool) -> None:
-        """Show gradients and momenta to the scores that take them in."""
-        blind = next((g for g in self._guarded if closure and g.site._fxmask_config.needs_grad), None)
-        if blind is not None:
-            what = "a step with a closure makes its gradients inside, where no score can see them: expected optimizer.step() without one."
-            raise UnsupportedError(message(what, blind.name, "use a criterion of the weight alone, without regrow by gradient."))
-        scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))  # a GradScaler's, of fused steps
-        for g in self._guarded:
-            observe(g.site, g.weight, state_of(optimizer, g.weight), g.stateless, scale, skipped)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _is_no_step(optimizer):
+        if other_steps.is_no_step(optimizer):
             return
-        if self._under_way is not None:
-            kept_alone.finish(optimizer, self._under_way)
-            self._under_way = None
         self._let_go()  # a closure may restore the model
-        after_step(optimizer, self._left if self.masked_step else self._guarded)
-        self._left = []
+        if self._under_way is not None:  # a guard may be made inside a step
+            self._under_way.finish(optimizer, self._is_ours)
+            self._under_way = None
         if self._captures is None:
             self._count_step(optimizer)
         else:
@@ -212,7 +184,7 @@ class GuardHandle:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is pickled with a trainer, guards nothing: hooks follow neither, and the first step on its masks warns."""
-        holds = ("_hooks", "_guarded", "_followed", "_others", "_scheduled", "_pruned", "_left")
+        holds = ("_hooks", "_guarded", "_followed", "_others", "_scheduled", "_pruned")
         return {**self.__dict__, **{name: [] for name in holds}, "_token": object(), "_under_way": None, "optimizer": gone}
 
     def __enter__(self) -> GuardHandle:
@@ -220,15 +192,6 @@ class GuardHandle:
 
     def __exit__(self, *exc: object) -> None:
         self.remove()
-
-
-def _is_no_step(optimizer: Optimizer) -> bool:
-    """Whether another step of this optimiser is running: the outermost alone is a step.
-
-    Nor is the one of lr 0 and zero gradients that torch.distributed.checkpoint.state_dict takes to make an optimiser's state before it loads one.
-    """
-    made = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
-    return other_steps.is_nested(optimizer) or any((f.f_globals.get("__name__"), f.f_code.co_name) == made for f in frames())
 
 
 def handles_of(optimizer: Optimizer) -> list[GuardHandle]:

@@ -69,7 +69,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling() or not _guards:
         return
     ids, seen = ids_of(optimizer), _seen.get(optimizer)
-    if seen is None or seen[:2] != (ids, _times):
+    if seen is None or (seen.parameters, seen.times) != (ids, _times):
         found = [h for h in alive(_guards) if h.optimizer() is not optimizer and any(_shared(h, optimizer))]
         seen = _seen[optimizer] = Seen(ids, _times, weakref.WeakSet(found))
     if not seen.guards or is_nested(optimizer):
@@ -111,6 +111,15 @@ def under_way() -> Iterator[Optimizer]:
 def is_nested(optimizer: Optimizer) -> bool:
     """Whether another step of this optimiser is running: that of a subclass, which calls super().step()."""
     return sum(o is optimizer for o in under_way()) > 1
+
+
+def is_no_step(optimizer: Optimizer) -> bool:
+    """Whether another step of this optimiser is running: the outermost alone is a step.
+
+    Nor is the one of lr 0 and zero gradients that torch.distributed.checkpoint.state_dict takes to make an optimiser's state before it loads one.
+    """
+    made = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
+    return is_nested(optimizer) or any((f.f_globals.get("__name__"), f.f_code.co_name) == made for f in frames())
 
 
 def _shared(handle: GuardHandle, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

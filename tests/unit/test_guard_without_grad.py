@@ -373,7 +373,7 @@ def test_nothing_stays_of_a_step_that_raised():
     handle = fxmask.guard(optimiser, model, masked_step="elementwise")
     with pytest.raises(RuntimeError, match="out of memory"):
         optimiser.step()
-    assert len(pickle.dumps(handle)) < 2000 and not copy.deepcopy(handle)._left
+    assert len(pickle.dumps(handle)) < 2000 and copy.deepcopy(handle)._under_way is None
     Raises.step = MainGrad.step
     fxmask.restore(model)
     optimiser.step()
