@@ -20,7 +20,7 @@ from ..passes.state import ranks
 from ..passes.state.site import Site
 from ..passes.state.site_mask import mask_outside
 from ..sites import sites, values_of
-from .layer_rows import dense_row, exported_row, graph_made_row, masked_row, unapplied_row
+from .layer_rows import computed_row, dense_row, exported_row, graph_row, masked_row, unapplied_row
 
 LEFT = "left dense by fxmask.apply of a larger model, whose explain says why, or by an earlier one"
 
@@ -43,9 +43,7 @@ def rows_of(model: nn.Module, found: list[Candidate], traced: list[Inside], know
     held = (*model.named_parameters(), *model.named_buffers())
     others = [(name, p, done) for name, p in held if (done := seen(p)) and not any(p is c.weight for c in found)]
     told += [(unapplied_row(name, p, known.unseen, known.health), p) for name, p, done in others if not done.product]  # of calls such as F.linear
-    for (name, _), done in known.by_graphs.items():  # what no layer has taken
-        weight = torch.empty(done.shape, device="meta")
-        told.append((graph_made_row(name, weight, done, known.unseen, made_there=True), weight))
+    told += [(computed_row(name, done), torch.empty(done.shape, device="meta")) for (name, _), done in known.by_graphs.items()]  # what no layer has taken
     told += [(exported_row(i), i.weight) for i in reversed({id(i.weight): i for i in reversed(traced)}.values())]  # of several calls of a layer the first
     products = [dense_row(c.name, c.weight, _reason(c, known.reasons)) for c in find_products(model) if c.name in known.reasons]
     products += [unapplied_row(name, p, known.unseen) for name, p, done in others if done.product]
@@ -66,12 +64,12 @@ def _layer_row(c: Candidate, known: Known) -> dict[str, Any]:
     if c.key in known.reasons and (by_graph is None or by_graph.mask is None):  # a graph may mask what `apply` was not to change
         known.by_graphs.pop(key, None)
         return dense_row(c.name, c.weight, _reason(c, known.reasons))
-    if isinstance(c.weight, nn.Parameter) or c.module is None or done is not None:
-        if key is not None:
-            return graph_made_row(c.name, torch.empty(c.weight.shape, device="meta"), known.by_graphs.pop(key), known.unseen, made_there=True)
+    if key is None:
         left = decided_by_apply(c.weight) if c.module is None else left_by_apply(c.module)  # a packed projection is no layer
         return unapplied_row(c.name, c.weight, LEFT if left else known.unseen, known.health)
-    return graph_made_row(c.name, c.weight, None if key is None else known.by_graphs.pop(key), known.unseen, known.health)
+    done = known.by_graphs.pop(key)
+    casts = isinstance(c.weight, nn.Parameter) or c.module is None
+    return computed_row(c.name, done) if casts else graph_row(c.name, c.weight, done, known.health)
 
 
 def _computed(c: Candidate, by_graphs: dict[Any, Any]) -> Any:

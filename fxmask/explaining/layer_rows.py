@@ -22,6 +22,7 @@ from ..passes.state.site_mask import mask_outside
 from ..passes.state.tensors import has_values, is_taken
 from .impl_words import asked_for, runs
 
+UNGUARDED = "left to the optimiser (no guard)"
 IN_GRAPHS = "in graphs of backend='fxmask' alone"
 IN_TRACE = "masked before it was traced; the mask is part of the graph"
 LOST = "; its mask was lost on the meta device, and its forward raises until weights or the mask are loaded, or masks built by fxmask.refresh"
@@ -37,9 +38,12 @@ def dense_row(name: str, weight: Tensor, reason: str) -> dict[str, Any]:
 
 
 def _policy(site: Site, weight: Tensor | None) -> str:
-    why = "no guard" if site._fxmask_guard is None or isinstance(weight, nn.Parameter) else "other parameters make this weight"
-    policy = site._fxmask_policy or f"left to the optimiser ({why})"
-    return f"{policy}, from step {site._fxmask_config.softened_from}; free till then" if site._fxmask_softening and policy in ("freeze", "decay") else policy
+    policy = site._fxmask_policy
+    if policy is None:
+        made = site._fxmask_guard is not None and not isinstance(weight, nn.Parameter)
+        return "left to the optimiser (other parameters make this weight)" if made else UNGUARDED
+    softening = site._fxmask_softening and policy in ("freeze", "decay")
+    return f"{policy}, from step {site._fxmask_config.softened_from}; free till then" if softening else policy
 
 
 def _ranking(c: WeightMask) -> str | None:
@@ -55,20 +59,13 @@ def _ranking(c: WeightMask) -> str | None:
 def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     c = site._fxmask_config
     nb, kb = site._fxmask_grid
-    wrapped = weight is not None and is_wrapped(weight)
-    taken = weight is not None and not wrapped and is_taken(weight)
-    resized = weight is not None and not taken and matrix_shape(weight.shape) != site._fxmask_shape
-    known = weight is not None and has_values(weight) and not wrapped and not taken and not resized and not site._fxmask_lost
-    shape = site._fxmask_shape if taken else tuple(weight.shape) if weight is not None else (nb * c.block[0], kb * c.block[1])
-    mask = mask_outside(site, weight.detach()) if known and weight is not None else None
+    unfit = _unfit(site, weight)
+    shape = (nb * c.block[0], kb * c.block[1]) if weight is None else site._fxmask_shape if unfit.startswith(TAKEN) else tuple(weight.shape)
+    mask = mask_outside(site, weight.detach()) if weight is not None and has_values(weight) and not unfit else None
     kept = None if mask is None else int(kept_elements(mask, matrix_shape(shape), c.block))
     elements = math.prod(shape)
-    soft = f"selected; soft: computes densely until step {c.softened_from}, masked blocks at {c.soft_scale_at(site._fxmask_step):.3g}"
-    reason = soft if site._fxmask_softening else "selected"
-    reason += f"; its weight has become a {type(weight).__name__} since, and its forward raises" if wrapped else ""
-    reason += TAKEN if taken else ""
-    reason += f"{RESIZED}: the mask is of {site._fxmask_shape}" if resized else LOST if site._fxmask_lost else ""
-    row = dense_row(name, torch.empty(shape, device="meta"), reason)
+    soft = f"; soft: computes densely until step {c.softened_from}, masked blocks at {c.soft_scale_at(site._fxmask_step):.3g}"
+    row = dense_row(name, torch.empty(shape, device="meta"), f"selected{soft if site._fxmask_softening else ''}{unfit}")
     row.update(
         masked=True,
         block="x".join(map(str, c.block)),
@@ -79,7 +76,7 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         backward=c.backward,
         masked_weights=_policy(site, weight),
         ranks_by=_ranking(c),
-        **({} if wrapped or taken or resized or site._fxmask_lost else runs(c, weight, mask, site)),
+        **({} if unfit else runs(c, weight, mask, site)),
         step=site._fxmask_step,
         mask_age=site._fxmask_step - site._fxmask_built if c.cached else None,
         flips=None if site._fxmask_flips is None or not has_values(site._fxmask_flips) else int(site._fxmask_flips),
@@ -89,26 +86,40 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     return row
 
 
+def _unfit(site: Site, weight: Tensor | None) -> str:
+    """Why a masked layer cannot run as it is; empty where it can."""
+    lost = LOST if site._fxmask_lost else ""
+    if weight is None:
+        return lost
+    wrapped = f"; its weight has become a {type(weight).__name__} since, and its forward raises" if is_wrapped(weight) else ""
+    if not wrapped and is_taken(weight):
+        return TAKEN + lost
+    resized = f"{RESIZED}: the mask is of {site._fxmask_shape}" if matrix_shape(weight.shape) != site._fxmask_shape else ""
+    return wrapped + (resized or lost)
+
+
 def unapplied_row(name: str, weight: Tensor, unseen: str, health: bool = False) -> dict[str, Any]:
     """A layer of which `apply` knows nothing: what graphs of the backend do, and else what is to be said of one that nobody has seen."""
-    return graph_made_row(name, weight, seen(weight), unseen, health)
+    done = seen(weight)
+    return dense_row(name, weight, unseen) if done is None else graph_row(name, weight, done, health)
 
 
-def graph_made_row(name: str, weight: Tensor, done: Done | None, unseen: str, health: bool = False, made_there: bool = False) -> dict[str, Any]:
-    """The row, by what a graph does to the layer. `made_there`: its weight is no model's: the graph computes it, and `weight` has its shape alone."""
-    if made_there and done is not None:
-        row = graph_made_row(name, weight, done, unseen)
-        there = {"impl": done.mask.impl, "why": "the graph computes its weight"} if done.mask else {}
-        return {**row, **there, "reason": f"{row['reason']}; the graph computes its weight", "kept": 0, "elements": 0}
-    if done is None:
-        return dense_row(name, weight, unseen)
+def computed_row(name: str, done: Done) -> dict[str, Any]:
+    """The row of a weight that a graph computes, and no model has."""
+    row = graph_row(name, torch.empty(done.shape, device="meta"), done)
+    there = {"impl": done.mask.impl, "why": "the graph computes its weight"} if done.mask else {}
+    return {**row, **there, "reason": f"{row['reason']}; the graph computes its weight", "kept": 0, "elements": 0}
+
+
+def graph_row(name: str, weight: Tensor, done: Done, health: bool = False) -> dict[str, Any]:
+    """The row, by what a graph does to the layer."""
     c = done.mask
     if c is None:
         reason = f"not masked; input pruned {IN_GRAPHS}" if done.activations else f"{done.dense} (backend='fxmask')"
         return {**dense_row(name, weight, reason), "activations": done.activations}
     if weight.dim() != 2:
         return dense_row(name, weight, f"selected {IN_GRAPHS}, and given another shape since")
-    row = {**_graph_row(name, weight, c, done, health), "activations": done.activations}
+    row = {**_masked_in_graph(name, weight, c, done, health), "activations": done.activations}
     if done.dense:  # an owner of two ways to use it
         row |= {"reason": f"{row['reason']}, in some of its uses; in others: {done.dense}", "kept": weight.numel()}
     return row
@@ -119,25 +130,35 @@ def exported_row(i: Inside) -> dict[str, Any]:
     """A layer that was masked before its model was traced: what stands in the graph, with the mask as it is now."""
     row = dense_row(i.name, i.weight, IN_TRACE + UNFIT.get(i.unfit, ""))
     known = i.weight.dim() >= 2
-    nb, kb = grid_shape(matrix_shape(i.weight.shape), i.block) if known and i.block else (0, 0)
-    row.update(masked=True, shape=row["shape"] if known else None, block="x".join(map(str, i.block)) if i.block else "N:M", blocks=nb * kb or None)
-    row.update(backward=i.backward, masked_weights="left to the optimiser (no guard)")
-    if i.backward is None:
-        why = "the graph multiplies by W∘M"
-    else:
-        why = "chosen when it runs" if i.impl == "auto" else asked_for(i.impl, i.block, i.weight) if known and i.block else "asked for"
-    row.update(impl=i.impl, why=why)
-    if known and i.kept is not None and nb * kb:
-        row["target_ratio"] = row["final_ratio"] = 1 - i.kept / (nb * kb)
+    blocks = math.prod(grid_shape(matrix_shape(i.weight.shape), i.block)) if known and i.block else 0
+    ratio = None if i.kept is None or not blocks else 1 - i.kept / blocks
     kept = None
     if i.mask is not None and known and has_values(i.mask):
         kept = int(kept_elements(i.mask, matrix_shape(i.weight.shape), i.block) if i.block else i.mask.count_nonzero())
-    row.update(kept=kept, achieved_ratio=None if kept is None or not i.weight.numel() else 1 - kept / i.weight.numel())
+    why = asked_for(i.impl, i.block, i.weight) if known and i.block else "asked for"
+    if i.backward is None:
+        why = "the graph multiplies by W∘M"
+    elif i.impl == "auto":
+        why = "chosen when it runs"
+    row.update(
+        masked=True,
+        shape=row["shape"] if known else None,
+        block="x".join(map(str, i.block)) if i.block else "N:M",
+        blocks=blocks or None,
+        target_ratio=ratio,
+        final_ratio=ratio,
+        achieved_ratio=None if kept is None or not i.weight.numel() else 1 - kept / i.weight.numel(),
+        backward=i.backward,
+        masked_weights=UNGUARDED,
+        impl=i.impl,
+        why=why,
+        kept=kept,
+    )
     return row
 
 
 @torch.no_grad()
-def _graph_row(name: str, weight: Tensor, c: WeightMask, done: Done, health: bool) -> dict[str, Any]:
+def _masked_in_graph(name: str, weight: Tensor, c: WeightMask, done: Done, health: bool) -> dict[str, Any]:
     """A layer that compiled graphs of the backend mask. They keep nothing, so the mask is made here, from the weight as it is now."""
     nb, kb = grid_shape(weight.shape, c.block)
     row: dict[str, Any] = {**dense_row(name, weight, f"selected {IN_GRAPHS}"), "kept": None}
@@ -161,7 +182,7 @@ def _graph_row(name: str, weight: Tensor, c: WeightMask, done: Done, health: boo
         target_ratio=c.ratio,
         final_ratio=c.ratio,
         backward=c.backward,
-        masked_weights="left to the optimiser (no guard)",
+        masked_weights=UNGUARDED,
         ranks_by=_ranking(c),
         **by,
     )

@@ -134,6 +134,9 @@ def test_a_part_of_a_model_says_what_apply_has_decided_of_the_whole():
     head, of_part = fxmask.explain(model).rows[2], fxmask.explain(part).rows
     assert head["reason"] == "default exclusion: min(out, in) = 10 < 16" and of_part[0]["reason"] == "selected"
     assert of_part[1]["reason"] == "left dense by fxmask.apply of a larger model, whose explain says why, or by an earlier one"
+    normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)))  # whose weight is computed
+    fxmask.apply(nn.Sequential(normed, nn.Linear(64, 64)), ratio=0.5, exclude="0.*")
+    assert fxmask.explain(normed).rows[0]["reason"] == of_part[1]["reason"]
     attention = nn.MultiheadAttention(32, 2)  # whose packed projection is no layer
     fxmask.apply(nn.Sequential(attention), ratio=0.5)
     assert fxmask.explain(attention).rows[0]["reason"] == of_part[1]["reason"]
