@@ -18,7 +18,6 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
 from ..decided import decided_by_apply, mark_again
-from ..inputs import selected
 from ..kernels.errors import ConfigError, StateError, UnsupportedError, message
 from ..passes.finding.candidate import Candidate, surround
 from ..passes.finding.choose import Decision, choose
@@ -83,21 +82,24 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     linears = find_lifted(bodies, real, class_of_frame())
     made = made_of(linears, bodies, real)
     decisions = choose([*linears, *products], o.config, o.include, o.exclude, o.of_masks, None, of_model)
-    chosen = [] if o.activations is None else selected([d for d in decisions if is_called(d)], o.activations, o.overrides, o.alone, lifted=True)
-    for _, config in chosen:
+    pruned = o.pruned([d for d in decisions if is_called(d)])
+    for _, config in pruned:
         refuse_steps(config)
-    masked = [] if o.alone else [d for d in decisions if not d.candidate.product]
-    refuse_state(masked)
+    offered = [] if o.alone else [d for d in decisions if not d.candidate.product]
+    refuse_state(offered)
     told = warn_of_parts(decisions, {"include": o.include, "exclude": o.exclude, "overrides": list(o.overrides or {})})
-    passes: list[Pass] = [MaskLifted(masked), *([PruneLifted(chosen, roles)] if chosen else []), CleanUp()]
+    passes: list[Pass] = [MaskLifted(offered), *([PruneLifted(pruned, roles)] if pruned else []), CleanUp()]
     for body in bodies:
         run_passes(body.graph, passes)
     gm.recompile()
-    done, pruned = [d for d in masked if d.config is not None], [d for d, _ in chosen]
-    report(decisions if o.alone else masked, pruned if o.alone else done, o, _in_parts())
-    words = {id(d): config.words() for d, config in chosen}
+    masked = [d for d in offered if d.config is not None]
+    if o.alone:
+        report(decisions, [d for d, _ in pruned], o, _in_parts())
+    else:
+        report(offered, masked, o, _in_parts())
+    words = {id(d): config.words() for d, config in pruned}
     required = {id(d.candidate.weight) for d in decisions if o.require is True or any(matches(p, d.candidate) for p in o.require_patterns)}
-    found = _done(decisions, {id(d) for d in done}, words, made)
+    found = _done(decisions, {id(d) for d in masked}, words, made)
     return [(name, w, what._replace(told=told, required=id(w) in required)) for name, w, what in found]
 
 

@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..decided import decided_by_apply, mark_again
-from ..inputs import selected
 from ..kernels.errors import first_of, message
 from ..passes.counting.traced import behind_callback
 from ..passes.finding.candidate import OWNER_REPLACED, REPLACED, Candidate, weight_problem
@@ -27,6 +25,7 @@ from ..passes.finding.outside import outside, unsaid
 from ..passes.finding.patterns import matches
 from ..passes.finding.plain_forward import computes_linear
 from ..passes.state.ranks import is_shard
+from .backend_names import inside_ddp
 from .backend_options import Options, parse
 from .computed import computed
 from .shards import aliases, gathered, is_unknown, is_unread
@@ -53,7 +52,7 @@ def missed(weights: Sequence[Tensor]) -> list[Missed]:
     unmet = {id(t): w for w in weights if not any(map(decided_by_apply, aliases(w))) for t in aliases(w)}
     found: list[Missed] = []
     for model, given, in_place in _compiled_models() if unmet else ():
-        root = model.module if isinstance(model, DistributedDataParallel) else model
+        root: nn.Module = inside_ddp(model)
         if not any(id(p) in unmet for p in root.parameters()):
             continue
         o, unread = parse(given), is_unread(root)
@@ -123,8 +122,8 @@ def chosen(root: nn.Module, o: Options, unmet: Collection[int], unread: bool, an
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of patterns, which is said where a graph is captured
         decisions = choose(linears, o.config, o.include, o.exclude, o.of_masks, root)
-    pruned = [] if o.activations is None else [d for d, _ in selected(decisions, o.activations, o.overrides, o.alone, lifted=True)]
-    return [d for d in decisions if _is_masked(o, d) or any(d is p for p in pruned)]
+    pruned = {id(d) for d, _ in o.pruned(decisions)}
+    return [d for d in decisions if _is_masked(o, d) or id(d) in pruned]
 
 
 def _is_masked(o: Options, d: Decision) -> bool:

@@ -58,12 +58,18 @@ def split_by_ddp() -> tuple[GraphModule, Sequence[Any]] | None:
     return None
 
 
+def inside_ddp(m: Any) -> Any:
+    """What DDP is around, whose own forward Dynamo skips; anything else as it is."""
+    return m.module if isinstance(m, DistributedDataParallel) else m
+
+
 def compiled_module() -> nn.Module | None:
     """The module whose call is being compiled, by the call itself; None for a function."""
     for frame in frames():
         m = frame.f_locals.get("self") if frame.f_code in CALLS else None
         if isinstance(m, torch._dynamo.OptimizedModule):
-            return m._orig_mod.module if isinstance(m._orig_mod, DistributedDataParallel) else m._orig_mod  # whose forward Dynamo skips
+            root: nn.Module = inside_ddp(m._orig_mod)
+            return root
         if isinstance(m, nn.Module) and m._compiled_call_impl is not None:
             return m
     return None

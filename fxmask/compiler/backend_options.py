@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ..inputs import mask_overrides
+from ..inputs import mask_overrides, selected
 from ..kernels.errors import ConfigError, UnsupportedError, meant, message
+from ..passes.finding.choose import Decision
 from ..passes.finding.patterns import Pattern, as_patterns
 from ..passes.infra import Pass
 from ..passes.settings.activation_pruning import ActivationPruning
@@ -57,6 +58,10 @@ class Options:
     def of_masks(self) -> Mapping[Any, Any] | None:
         """The overrides, without what they say of pruned inputs."""
         return self.overrides if self.activations is None else mask_overrides(self.overrides, self.activations, self.alone)
+
+    def pruned(self, decisions: list[Decision]) -> list[tuple[Decision, ActivationPruning]]:
+        """Those whose input is saved pruned, and how. Raises: ConfigError, UnsupportedError."""
+        return [] if self.activations is None else selected(decisions, self.activations, self.overrides, self.alone, lifted=True)
 
     @property
     def require_patterns(self) -> list[Pattern]:

@@ -89,7 +89,7 @@ def _of_unmet(optimizer: torch.optim.Optimizer, unmet: list[Tensor]) -> list[str
     n = 0
     if unmet:
         n = _steps[optimizer] = _steps.get(optimizer, 0) + 1
-    found = missed(unmet) if n and n & (n - 1) == 0 else []
+    found = missed(unmet) if n.bit_count() == 1 else []
     for m in found:
         if m.required:
             raise UnsupportedError(m.text)

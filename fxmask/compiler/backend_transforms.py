@@ -18,14 +18,13 @@ from torch._dynamo.callback import on_compile_start
 from torch._dynamo.convert_frame import _compile
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from torch._dynamo.types import FrameAction, FrameExecStrategy
-from torch.nn.parallel import DistributedDataParallel
 
 from ..decided import decided_by_apply, mark_again
 from ..kernels.errors import UnsupportedError, first_of, message
 from ..passes.counting.traced import behind_callback
 from ..passes.frames import frames
 from .backend_missed import chosen
-from .backend_names import compiled_module
+from .backend_names import compiled_module, inside_ddp
 from .backend_options import WHERE, parse
 from .shards import is_unread
 
@@ -122,7 +121,7 @@ def _dense(found: Iterable[nn.Module | nn.Parameter], options: Any) -> Iterator[
     mark_again()
     model = compiled_module()
     own = {} if model is None else {id(v): model for v in (*model.modules(), *model.parameters())}
-    given = [v.module if isinstance(v, DistributedDataParallel) else v for v in found]
+    given = [*map(inside_ddp, found)]
     weights = {id(p) for v in given for p in ([v] if isinstance(v, Tensor) else v.parameters()) if not decided_by_apply(p)}
     roots = {id(r): r for r in (own.get(id(v), v) for v in given)}
     for root in roots.values() if weights else ():

@@ -58,6 +58,22 @@ class Use:
     gradient: weakref.ref[Tensor] | None = None  # at that step, and its version: several hooks may see one step, and several steps one gradient
     version: int = 0
 
+    def runs(self, done: Done, trains: bool) -> None:
+        """A graph runs that does this to the weight."""
+        self.calls += done.changes and trains
+        self.done = done
+
+
+@dataclasses.dataclass
+class Met:
+    """Where a graph is given a weight; the weight of its last call, and what is noted of that."""
+
+    place: int
+    name: str
+    done: Done
+    last: weakref.ref[Tensor]
+    use: Use
+
 
 uses = WeakTensorKeyDictionary()  # real Parameter, under fully_shard the gathered one -> Use
 
@@ -73,31 +89,31 @@ def watch(compiled: Callable[..., Any], found: list[tuple[str, Tensor, Done]], i
     places, note, warns = {id(given): i for i, given in enumerate(inputs)}, noting(found), True
     found = [f for f in found if not f[2].made_of]
     fixed = [(_use(name, w, done), done) for name, w, done in found if id(w) not in places]
-    met = [(places[id(w)], name, done, weakref.ref(w), _use(name, w, done)) for name, w, done in found if id(w) in places]  # with the weight of the last call
+    met = [Met(places[id(w)], name, done, weakref.ref(w), _use(name, w, done)) for name, w, done in found if id(w) in places]
 
     @functools.wraps(compiled)
     def counted(*args: Any) -> Any:
         nonlocal warns
         trains = torch.is_grad_enabled()  # an evaluation between two steps says nothing of what trains
         for use, done in fixed:
-            use.calls, use.done = use.calls + (done.changes and trains), done
-        for j, (i, name, done, last, use) in enumerate(met):
-            w, other = args[i], last() is not args[i]
-            if other:  # looked up only then, as a lookup costs microseconds
-                if isinstance(w, FakeTensor):  # DDP's splitting of a graph asks a part what it would give
-                    return compiled(*args)
-                new = w not in uses
-                if new and done.changes:
-                    mark_again()
-            if done.changes and decided_by_apply(w):
-                raise _decided(name)
+            use.runs(done, trains)
+        for m in met:
+            w, last = args[m.place], m.last()
+            other = last is not w
+            if other and isinstance(w, FakeTensor):  # DDP's splitting of a graph asks a part what it would give
+                return compiled(*args)
+            new = other and w not in uses  # looked up only then, as a lookup costs microseconds
+            if new and m.done.changes:
+                mark_again()
+            if m.done.changes and decided_by_apply(w):
+                raise _decided(m.name)
+            if new and warns and last is not None and m.done.is_random and not m.done.told:  # no new weight of the same layer
+                warns = False
+                _warn_of_sharing(m.name)
             if other:
-                if warns and new and last() is not None and done.is_random and not done.told:  # no new weight of the same layer
-                    warns = False
-                    _warn_of_sharing(name)
-                use = _use(f"{name} (of another layer, which shares its graph)", w, done)
-                met[j] = (i, name, done, weakref.ref(w), use)
-            use.calls, use.done = use.calls + (done.changes and trains), done
+                m.use = _use(f"{m.name} (of another layer, which shares its graph)", w, m.done)
+                m.last = weakref.ref(w)
+            m.use.runs(m.done, trains)
         if note is not None:
             note(args)
         return compiled(*args)
