@@ -96,10 +96,12 @@ def check_model(model: nn.Module, caller: str = "fxmask.apply") -> None:
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     optimized = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())  # nothing is compiled before it is imported, which takes seconds
     for name, m in model.named_modules():
-        compiled = isinstance(m, optimized) or m._compiled_call_impl is not None
-        what = "compiled" if compiled else "wrapped for data parallelism" if isinstance(m, wrappers) else ""
-        what = what or ("wrapped by FSDP" if type(m).__name__ == "FullyShardedDataParallel" else "")
-        what = what or ("sharded by fully_shard" if ranks.is_sharded_module(m) else "")
-        if what:
+        kinds = {
+            "compiled": isinstance(m, optimized) or m._compiled_call_impl is not None,
+            "wrapped for data parallelism": isinstance(m, wrappers),
+            "wrapped by FSDP": type(m).__name__ == "FullyShardedDataParallel",
+            "sharded by fully_shard": ranks.is_sharded_module(m),
+        }
+        if kind := next((kind for kind, holds in kinds.items() if holds), ""):
             fix = f"call {caller} on the plain module first, then compile or wrap it."
-            raise UnsupportedError(message(f"{caller}: expected a plain nn.Module, got one that is {what}.", name or type(m).__name__, fix))
+            raise UnsupportedError(message(f"{caller}: expected a plain nn.Module, got one that is {kind}.", name or type(m).__name__, fix))

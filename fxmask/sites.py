@@ -69,32 +69,9 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
     """The masks of a model; StateError where there are none, UnsupportedError where a wrapper has taken a weight's values or its shape."""
     expect_module(model, caller)
     found = list(sites(model))
-    if not found and any("_fxmask_nm" in m.__dict__ for m in model.modules()):
-        what = f"{caller} is for block masks: expected a WeightMask in this model, and it has N:M masks alone."
-        fix = "leave it out: fxmask.freeze(model) fixes N:M masks, and fxmask.step(model) counts for a temperature that moves (tau_from)."
-        raise StateError(message(what, type(model).__name__, fix))
     if not found:
-        if any(not {"_fxmask_pruning", "_fxmask_dropping"}.isdisjoint(m.__dict__) for m in model.modules()):
-            what = f"{caller}: nothing is masked in this model: expected weight masks, got inputs that are pruned or dropped, which keep no state."
-            fix = "leave the call out, or give fxmask.apply a WeightMask, too; a schedule of pruned inputs alone is counted by fxmask.step."
-            raise StateError(message(what, type(model).__name__, fix))
-        what = f"{caller}: nothing is masked in this model: {EXPECTED}."
-        if backend_of(model) == "fxmask":
-            what = f"{caller}: this model is compiled by backend='fxmask', whose masks live in the compiled graphs alone: {EXPECTED}."
-            fix = "give fxmask.apply the backend's options instead, then torch.compile without a backend; fxmask.explain lists what graphs mask."
-            raise StateError(message(what, type(model).__name__, fix))
-        if next(exported_masks(model), None) is not None:
-            what = f"{caller}: the masks of this model are part of its trace, which was made after fxmask.apply: {EXPECTED}."
-            raise StateError(message(what, type(model).__name__, "use the model that was traced, or call fxmask.apply on the trace of a dense one."))
-        if is_unflattened(model):
-            what = f"{caller} does not look into graphs of torch.export.unflatten, as stages of torch.distributed.pipelining.pipeline have them: {EXPECTED}."
-            fix = "use the model that was exported, or modules of your own as stages (PipelineStage); masks in such graphs go on, weights are the optimiser's."
-            raise StateError(message(what, type(model).__name__, fix))
-        refuse_scripted(model, caller)
-        if FINAL in model.__dict__:
-            what = f"{caller}: nothing is masked in this model, whose masks fxmask.finalize has made permanent: {EXPECTED}."
-            raise StateError(message(what, type(model).__name__, "do that before fxmask.finalize; fxmask.apply(model, ...) masks it anew."))
-        raise StateError(message(what, type(model).__name__, "call fxmask.apply(model, ...) first."))
+        what, fix = _why_none(model, caller)
+        raise StateError(message(what, type(model).__name__, fix))
     flattened = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
     for name, site, weight in found:
         if weight is not None and weight.dim() > 1 and matrix_shape(weight.shape) != site._fxmask_shape:
@@ -102,6 +79,31 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
         if weight is not None and (flattened or is_taken(weight)):
             raise _taken(name, weight, caller, f"one of {site._fxmask_grid} blocks")
     return found
+
+
+def _why_none(model: nn.Module, caller: str) -> tuple[str, str]:
+    """(what, fix) for a model without block masks. Raises: UnsupportedError for one that torch.jit has compiled."""
+    if any("_fxmask_nm" in m.__dict__ for m in model.modules()):
+        what = f"{caller} is for block masks: expected a WeightMask in this model, and it has N:M masks alone."
+        return what, "leave it out: fxmask.freeze(model) fixes N:M masks, and fxmask.step(model) counts for a temperature that moves (tau_from)."
+    if any(not {"_fxmask_pruning", "_fxmask_dropping"}.isdisjoint(m.__dict__) for m in model.modules()):
+        what = f"{caller}: nothing is masked in this model: expected weight masks, got inputs that are pruned or dropped, which keep no state."
+        return what, "leave the call out, or give fxmask.apply a WeightMask, too; a schedule of pruned inputs alone is counted by fxmask.step."
+    if backend_of(model) == "fxmask":
+        what = f"{caller}: this model is compiled by backend='fxmask', whose masks live in the compiled graphs alone: {EXPECTED}."
+        return what, "give fxmask.apply the backend's options instead, then torch.compile without a backend; fxmask.explain lists what graphs mask."
+    if next(exported_masks(model), None) is not None:
+        what = f"{caller}: the masks of this model are part of its trace, which was made after fxmask.apply: {EXPECTED}."
+        return what, "use the model that was traced, or call fxmask.apply on the trace of a dense one."
+    if is_unflattened(model):
+        what = f"{caller} does not look into graphs of torch.export.unflatten, as stages of torch.distributed.pipelining.pipeline have them: {EXPECTED}."
+        fix = "use the model that was exported, or modules of your own as stages (PipelineStage); masks in such graphs go on, weights are the optimiser's."
+        return what, fix
+    refuse_scripted(model, caller)
+    if FINAL in model.__dict__:
+        what = f"{caller}: nothing is masked in this model, whose masks fxmask.finalize has made permanent: {EXPECTED}."
+        return what, "do that before fxmask.finalize; fxmask.apply(model, ...) masks it anew."
+    return f"{caller}: nothing is masked in this model: {EXPECTED}.", "call fxmask.apply(model, ...) first."
 
 
 def read_dense(model: nn.Module) -> list[str]:
