@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TypeVar
 
@@ -71,23 +70,14 @@ def finalize(model: M, format: str = "dense") -> M:
     users = _unmasked_users(model)
     for name, site, weight in found:
         _check(name, site, weight, format, users)
-    early = [f"{name} at {now:g} of {_end(site):g}" for name, site, _ in found if (now := _ratio(site)) != _end(site)]
-    early += [f"{name}, whose masked blocks still count by a factor and become zeros" for name, site, _ in found if site._fxmask_softening]
     kept = masks(model)
-    early += [f"{name}, whose mask is older than its ratio" for name, site, _ in found if name in kept and _is_behind(site, kept[name])]
-    if early:
-        what = f"fxmask.finalize before the schedule has come to its end: {', '.join(early[:3])}{' ...' if len(early) > 3 else ''}."
-        fix = "train on before that, or tell the steps that were taken by fxmask.step(model, n) or fxmask.load_state_dict; a mask that is built every so many "
-        warn(message(what, "", f"{fix}steps and is behind its schedule is brought to it by fxmask.refresh(model). {FINAL_NOW}"))
-    old = [name for name, site, weight in found if weight is not None and uncounted(site) and is_stale(site, weight)]
-    if old:
-        warn(message(f"fxmask.finalize makes permanent {STALE}", first_of(old), f"before that {REFRESH} {FINAL_NOW}"))
+    _warn_of_early(found, kept)
     _check_shared(found, kept)
     made: dict[int, Tensor] = {}  # by the weight: layers that share one share what becomes of it
     for name, site, weight in found:
         if id(weight) not in made:
             assert weight is not None  # _check has seen it
-            made[id(weight)] = MAKE[format](name, masked(weight, kept[name], site._fxmask_config.block), site._fxmask_config)
+            made[id(weight)] = _made(format, name, masked(weight, kept[name], site._fxmask_config.block), site._fxmask_config)
     if format != "dense":
         made = {key: nn.Parameter(w, requires_grad=False) for key, w in made.items()}
     restore(model)
@@ -112,6 +102,20 @@ def _without_masks(model: M, format: str) -> M:
     restore(model)
     model.__dict__[FINAL] = format
     return model
+
+
+def _warn_of_early(found: list[tuple[str, Site, Tensor | None]], kept: dict[str, Tensor]) -> None:
+    """FxMaskWarning where these masks are not those that training comes to, or older than their weights."""
+    early = [f"{name} at {now:g} of {_end(site):g}" for name, site, _ in found if (now := _ratio(site)) != _end(site)]
+    early += [f"{name}, whose masked blocks still count by a factor and become zeros" for name, site, _ in found if site._fxmask_softening]
+    early += [f"{name}, whose mask is older than its ratio" for name, site, _ in found if name in kept and _is_behind(site, kept[name])]
+    if early:
+        what = f"fxmask.finalize before the schedule has come to its end: {', '.join(early[:3])}{' ...' if len(early) > 3 else ''}."
+        fix = "train on before that, or tell the steps that were taken by fxmask.step(model, n) or fxmask.load_state_dict; a mask that is built every so many "
+        warn(message(what, "", f"{fix}steps and is behind its schedule is brought to it by fxmask.refresh(model). {FINAL_NOW}"))
+    old = [name for name, site, weight in found if weight is not None and uncounted(site) and is_stale(site, weight)]
+    if old:
+        warn(message(f"fxmask.finalize makes permanent {STALE}", first_of(old), f"before that {REFRESH} {FINAL_NOW}"))
 
 
 def _ratio(site: Site) -> float:
@@ -186,16 +190,8 @@ def _unmasked_users(model: nn.Module) -> dict[int, str]:
     return users
 
 
-def _dense(name: str, w: Tensor, c: WeightMask) -> Tensor:
-    return w
-
-
-def _bsr(name: str, w: Tensor, c: WeightMask) -> Tensor:
-    return bsr(name, w, c.block)
-
-
-def _semi_structured(name: str, w: Tensor, c: WeightMask) -> Tensor:
-    return semi_structured(name, w, f"blocks of {c.block} at ratio {c.ratio}")
-
-
-MAKE: dict[str, Callable[[str, Tensor, WeightMask], Tensor]] = {"dense": _dense, "bsr": _bsr, "2:4": _semi_structured}
+def _made(format: str, name: str, w: Tensor, c: WeightMask) -> Tensor:
+    """W∘M in one of `FORMATS`."""
+    if format == "bsr":
+        return bsr(name, w, c.block)
+    return semi_structured(name, w, f"blocks of {c.block} at ratio {c.ratio}") if format == "2:4" else w
