@@ -6,13 +6,15 @@ Least squares of relative errors, none below zero. The choice is of whole steps;
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 
 from ..kernels import gpu_choice
+from . import table
 from .cells import products
+from .compare import usable
 
 STEPS = 3.0  # weight of a whole step's error, which is what the choice is of
 PROVIDERS = {"triton": "fxmask_triton", "masked_dense": "masked_dense"}
@@ -20,10 +22,8 @@ PROVIDERS = {"triton": "fxmask_triton", "masked_dense": "masked_dense"}
 
 def read(path: str) -> list[dict[str, str]]:
     """Rows of a benchmark in 16 bits that passed their gate and have a time, of the sources that were measured last."""
-    with open(path, newline="") as f:
-        rows = list(csv.DictReader(f))
-    last = rows[-1]["source"]
-    return [r for r in rows if r["source"] == last and r["gate"] == "pass" and r["verdict"] == "ok" and r["dtype"] in ("bf16", "fp16") and r["ms_p50"]]
+    rows = table.read(Path(path))
+    return [r for r in rows if r["source"] == rows[-1]["source"] and usable(r) and r["dtype"] in ("bf16", "fp16") and r["ms_p50"]]
 
 
 def sizes(r: dict[str, str]) -> tuple[int, tuple[int, int], tuple[int, int], float]:
@@ -46,7 +46,7 @@ def fit(rows: Iterable[dict[str, str]]) -> dict[tuple[str, str], tuple[float, ..
     found: dict[tuple[str, str], tuple[float, ...]] = {}
     rows = list(rows)
     for impl, provider in PROVIDERS.items():
-        table, wanted = [], []
+        parts, wanted = [], []
         for r in rows:
             if r["provider"] == provider and r["op"] != "metadata":
                 sums = [0.0] * 8
@@ -55,9 +55,9 @@ def fit(rows: Iterable[dict[str, str]]) -> dict[tuple[str, str], tuple[float, ..
                     for i, f in enumerate(gpu_choice.features(op, *sizes(r), impl == "triton")):
                         sums[at + i] += f
                 weight = STEPS if r["op"] == "step" else 1.0
-                table.append([weight * f / (float(r["ms_p50"]) / 1e3) for f in sums])
+                parts.append([weight * f / (float(r["ms_p50"]) / 1e3) for f in sums])
                 wanted.append(weight)
-        values = least(torch.tensor(table, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64))
+        values = least(torch.tensor(parts, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64))
         found[impl, "product"], found[impl, "dw"] = tuple(values[:4]), tuple(values[4:])
     return found
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = p.parse_args(argv).csv
     try:
         found = fit(read(path))
-    except (OSError, LookupError):  # no file, other columns, or no row in 16 bits
+    except (OSError, ValueError, LookupError):  # no file, another one or spoilt numbers, no row in 16 bits
         p.error(f"expected a csv that fxmask bench has written, got {path}")
     for key, values in found.items():
         print(f"    {key}: ({', '.join(f'{v:.4g}' for v in values)}),")

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fxmask
-from fxmask.bench import fit_choice, providers
+from fxmask.bench import fit_choice, providers, table
 from fxmask.bench.cells import Cell
 from fxmask.bench.inputs import Inputs
 from fxmask.kernels import availability, gpu_choice
@@ -63,13 +63,28 @@ def test_the_command_says_what_it_takes(capsys):
     assert len(capsys.readouterr().out.splitlines()) == len(gpu_choice.SECONDS)
 
 
-@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "source,gate,verdict,dtype,ms_p50\nx,pass,ok,fp32,1\n"], ids=["empty", "another", "fp32"])
+def recorded(**changed):
+    """A csv of one row of the recorded run, with other values in it."""
+    row = {**next(r for r in table.read(RECORDED) if r["op"] == "forward" and r["provider"] == "fxmask_triton"), **changed}
+    return f"{','.join(row)}\n{','.join(row.values())}\n".encode()
+
+
+OTHERS = {"empty": b"", "another": b"a,b\n1,2\n", "fp32": recorded(dtype="fp32"), "spoilt": recorded(ms_p50="1.2.3"), "picture": b"\x89PNG\r\n"}
+
+
+@pytest.mark.parametrize("text", OTHERS.values(), ids=OTHERS)
 def test_the_command_is_given_another_csv(text, tmp_path, capsys):
     path = tmp_path / "other.csv"
-    path.write_text(text)
+    path.write_bytes(text)
     with pytest.raises(SystemExit):
         fit_choice.main([str(path)])
     assert capsys.readouterr().err.endswith(f"error: expected a csv that fxmask bench has written, got {path}\n")
+
+
+def test_a_row_that_was_cut_off_is_left_out(tmp_path):
+    path = tmp_path / "bench.csv"
+    path.write_bytes(recorded() + recorded().splitlines()[1][:25])
+    assert len(fit_choice.read(str(path))) == 1
 
 
 def test_predictions_are_near_the_recorded_steps():
