@@ -13,7 +13,7 @@
 | table | a csv: columns, appending, resuming |
 | session, driver | what runs share; one run over the cells |
 | compare, summary | ratios to the baselines; who wins from which ratio on, also as a plot |
-| interleaved, floor, regret | on a CPU: whole steps in turns; `--floor`; `--dispatch` |
+| interleaved, contenders, floor, regret | on a CPU: whole steps in turns, by whom; `--floor`; `--dispatch` |
 | systems, pruning, dropping, nm | `--system`, and the stages of the same |
 | stages, gpu, device_stages | the run on a GPU, stage by stage |
 | precompiling | its kernels, compiled side by side |

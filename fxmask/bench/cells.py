@@ -6,6 +6,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TypeVar
 
 from ..errors import ConfigError
@@ -94,19 +95,13 @@ def providers_of(cell: Cell, device: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _groups(
-    shapes: Iterable[str], blocks: Iterable[int], ratios: Iterable[float], dtype: str, ops: Iterable[str], masks: Iterable[str], seed: int
-) -> list[Cell]:
+def _groups(shapes: Iterable[str], blocks: Iterable[int], ratios: Iterable[float], dtype: str, masks: Iterable[str], seed: int) -> list[Cell]:
     found = []
-    for i, shape in enumerate(shapes):
+    for (i, shape), (j, b), (r, ratio), op, (q, mask) in product(enumerate(shapes), enumerate(blocks), enumerate(ratios), OPS, enumerate(masks)):
+        if op == "metadata" and (r or q):  # costs the same for every ratio and kind of mask
+            continue
         m, n, k = parse_shape(shape)
-        for j, b in enumerate(blocks):
-            for r, ratio in enumerate(ratios):
-                for op in ops:
-                    for q, mask in enumerate(masks):
-                        if op == "metadata" and (r or q):  # costs the same for every ratio and kind of mask
-                            continue
-                        found += [(i + 2 * j + r + OP_COST[op] + 4 * q, Cell(op, p, m, n, k, dtype, (b, b), ratio, mask, seed, "")) for p in PHASES[op]]
+        found += [(i + 2 * j + r + OP_COST[op] + 4 * q, Cell(op, p, m, n, k, dtype, (b, b), ratio, mask, seed, "")) for p in PHASES[op]]
     return [cell for _, cell in sorted(found, key=lambda t: t[0])]
 
 
@@ -131,7 +126,7 @@ def make_cells(
     shapes = tuple(shapes) or (small if quick else CPU_SHAPES if device == "cpu" else CUDA_SHAPES)
     blocks, ratios = (BLOCKS[:2], RATIOS[:3]) if quick else (BLOCKS, RATIOS)
     masks, providers = tuple(masks) or (MASKS[:1] if quick else MASKS), tuple(providers)
-    groups = [g for g in _groups(shapes, blocks, ratios, dtype, OPS, masks, seed) if not providers or set(providers) & set(providers_of(g, device))]
+    groups = [g for g in _groups(shapes, blocks, ratios, dtype, masks, seed) if not providers or set(providers) & set(providers_of(g, device))]
     if not groups:
         raise ConfigError(f"--providers: expected some for {' and '.join(masks)} masks on {device}, got {', '.join(providers)}.")
     return list(_expand(matching(groups, only, lambda g: g.group), device, providers))

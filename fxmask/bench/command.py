@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ConfigError
 from ..places import place
-from . import floor, interleaved, regret, systems
+from . import contenders, floor, interleaved, regret, systems
 from .cells import ANCHORS, CPU_SHAPES, DTYPES, MASKS, PROVIDERS, Cell, make_cells, matching, names
 from .compare import MACHINE
 from .driver import Run, check_device, run_cells
@@ -140,9 +140,9 @@ def _own(table: Table, shared: Row) -> list[Row]:
 
 def steps(a: argparse.Namespace, dtype: str) -> int:
     """Whole steps on a CPU, all contenders in turns; or the dispatch's choices against every plan."""
-    unknown = sorted(set(names(a.providers)) - set(interleaved.KNOWN))
+    unknown = sorted(set(names(a.providers)) - set(contenders.KNOWN))
     if unknown:
-        raise ConfigError(f"unknown provider: expected some of {', '.join(interleaved.KNOWN)}, got {', '.join(unknown)}; others need --op-by-op.")
+        raise ConfigError(f"unknown provider: expected some of {', '.join(contenders.KNOWN)}, got {', '.join(unknown)}; others need --op-by-op.")
     blocks = _numbers(a.blocks, "--blocks", int, 1, 1 << 31) or interleaved.DEFAULT_BLOCKS[: 1 if a.quick else None]
     ratios = _numbers(a.ratios, "--ratios", float, 0, 1) or interleaved.RATIOS
     _set_threads(a.threads)
@@ -170,7 +170,7 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
     if a.list:
         print("\n".join(c.group for c in chosen))
         return 0
-    table = interleaved.run(chosen, a.out, a.sample_s, a.time_limit, names(a.providers) or interleaved.CONTENDERS)
+    table = interleaved.run(chosen, a.out, a.sample_s, a.time_limit, names(a.providers) or contenders.CONTENDERS)
     rows = _own(table, shared)
     print("\n".join(crossover_lines(rows)))
     if a.plot and crossovers(rows):

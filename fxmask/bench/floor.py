@@ -7,6 +7,7 @@ microseconds. `fxmask_reference` is masked-dense behind the same op, so that the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from .cells import Cell
 from .table import Row, number, time_column
@@ -32,20 +33,19 @@ FLOOR, OVER = 0.97, 100.0  # of masked-dense's speed; microseconds a call of for
 def cells(dtype: str, seed: int) -> Iterator[Cell]:
     """The grid; a 16-bit dtype has fewer tokens, as it may be slow."""
     for (n, k), tokens, layouts in GRID:
-        for m in tokens:
-            for layout in layouts:
-                for b in BLOCKS:
-                    for r in RATIOS:
-                        if b < max(n, k) and (dtype == "fp32" or m <= 2048):
-                            yield Cell("step", layout, m, n, k, dtype, (b, b), r, "random", seed)
+        for m, layout, b, r in product(tokens, layouts, BLOCKS, RATIOS):
+            if b < max(n, k) and (dtype == "fp32" or m <= 2048):
+                yield Cell("step", layout, m, n, k, dtype, (b, b), r, "random", seed)
 
 
 def _unjudged(found: dict[str, Row]) -> str:
     """Why a cell's times say nothing; empty where they do."""
-    wrong = [r["provider"] for r in found.values() if r["gate"] == "fail"]
-    missing = sorted(set(CONTENDERS) - set(found))
+    if wrong := [r["provider"] for r in found.values() if r["gate"] == "fail"]:
+        return f"{WRONG} of {', '.join(wrong)}"
+    if missing := sorted(set(CONTENDERS) - set(found)):
+        return f"no row of {', '.join(missing)}"
     busy = [r["verdict"] for r in found.values() if r["verdict"] != "ok"]
-    return f"{WRONG} of {', '.join(wrong)}" if wrong else f"no row of {', '.join(missing)}" if missing else f"no verdict, {busy[0]}" if busy else ""
+    return f"no verdict, {busy[0]}" if busy else ""
 
 
 def summary(rows: list[Row]) -> tuple[str, bool]:

@@ -7,8 +7,8 @@ the fastest one's, less one; least times of many turns, since noise only adds. E
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from ..kernels.cpu.plans import BY_NAME, MASKED_DENSE, Case, Plan, plans
 from ..kernels.grid import grid_shape
 from . import clock, gate
 from .cells import Cell
+from .compare import usable
 from .inputs import TORCH_DTYPES, make_mask
 from .provenance import provenance, utc
 from .session import within
+from .stopwatch import Stopwatch, turns
 from .table import WHAT, WHERE, Row, Table, key, number, text, verdict_of, what
 
 CSV = "dispatch.csv"
@@ -48,29 +50,25 @@ def draw(count: int, dtype: str, seed: int) -> list[Cell]:
 def calls(cell: Cell, x: Tensor, gy: Tensor, w: Tensor, mask: Tensor) -> tuple[Callable[[], Any], Callable[[Plan], Callable[[], Any]]]:
     """The op as the dispatch runs it, and as any one plan does."""
     b, auto = cell.block, chosen.AUTO
-
-    def by(plan: Plan) -> Callable[[], Any]:
-        dense = plan == MASKED_DENSE
-        return {
-            "forward": lambda: (
-                masked_dense.masked_linear(x, w, None, mask, b) if dense else implementation.masked_linear(x, w, None, mask, b, plan)
-            ),
-            "dx": lambda: masked_dense.masked_linear_dx(gy, w, mask, b) if dense else implementation.masked_linear_dx(gy, w, mask, b, plan),
-            "dw": lambda: (
-                masked_dense.masked_linear_dw(gy, x, mask, b) if dense else implementation.backward(gy, x, None, mask, b, plan)
-            ),
-            "backward": lambda: (
-                masked_dense.masked_linear_backward(gy, x, w, mask, b) if dense else implementation.backward(gy, x, w, mask, b, plan)
-            ),
-        }[cell.op]  # fmt: skip
-
-    own = {
+    own: dict[str, Callable[[], Any]] = {
         "forward": lambda: auto.masked_linear(x, w, None, mask, b),
         "dx": lambda: auto.masked_linear_dx(gy, w, mask, b, "masked"),
         "dw": lambda: auto.masked_linear_dw(gy, x, mask, None, b, "masked"),
         "backward": lambda: auto.masked_linear_backward(gy, x, w, mask, None, b, "masked"),
-    }[cell.op]
-    return own, by
+    }
+    dense: dict[str, Callable[[], Any]] = {
+        "forward": lambda: masked_dense.masked_linear(x, w, None, mask, b),
+        "dx": lambda: masked_dense.masked_linear_dx(gy, w, mask, b),
+        "dw": lambda: masked_dense.masked_linear_dw(gy, x, mask, b),
+        "backward": lambda: masked_dense.masked_linear_backward(gy, x, w, mask, b),
+    }
+    strips: dict[str, Callable[[Plan], Any]] = {
+        "forward": lambda plan: implementation.masked_linear(x, w, None, mask, b, plan),
+        "dx": lambda plan: implementation.masked_linear_dx(gy, w, mask, b, plan),
+        "dw": lambda plan: implementation.backward(gy, x, None, mask, b, plan),
+        "backward": lambda plan: implementation.backward(gy, x, w, mask, b, plan),
+    }
+    return own[cell.op], lambda plan: dense[cell.op] if plan == MASKED_DENSE else partial(strips[cell.op], plan)
 
 
 def _exact(cell: Cell, x: Tensor, gy: Tensor, w: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
@@ -103,17 +101,11 @@ def measure(cell: Cell, shared: Row, seconds: float) -> Row:
     plain, exact = _exact(cell, x, gy, w, mask), _exact(cell, x.double(), gy.double(), w.double(), mask)
     errors = [gate.of_the_dtypes_size(_outputs(r), plain, exact) for r in results]
     del results, plain, exact
-    times, threads = dict.fromkeys(wanted, float("inf")), torch.get_num_threads()
-    now = time.process_time if threads == 1 else time.perf_counter
-    end, turn = time.perf_counter() + seconds, 0
-    while turn < 6 or (time.perf_counter() < end and turn < clock.SAMPLES):
-        for name in random.Random(turn).sample(wanted, len(wanted)):
-            call = by(BY_NAME[name])
-            begin = now()
-            call()
-            took = 1e3 * (now() - begin)
-            times[name] = min(times[name], took) if turn else times[name]
-        turn += 1
+    times, watch = dict.fromkeys(wanted, float("inf")), Stopwatch(x.device)
+    for turn, name in turns(wanted, seconds, 6):
+        took = 1e3 * watch(by(BY_NAME[name]))
+        if turn:  # the first one warms up
+            times[name] = min(times[name], took)
     best = min(times, key=lambda n: times[n])
     return {
         **shared, **what(cell, float(mask.float().mean())), "utc": utc(), "load": text(load), "verdict": verdict_of(load),
@@ -139,16 +131,16 @@ def summary(rows: list[Row]) -> tuple[str, bool]:
     """How many choices are good, and the worst; what was not judged; and whether enough of them are good and no result is wrong."""
     rows = [*{key(r): r for r in rows}.values()]  # what was busy may have been measured again
     wrong = [r for r in rows if r["gate"] != "pass"]
-    usable = [r for r in rows if r["verdict"] == "ok" and r["gate"] == "pass"]
+    judged = [r for r in rows if usable(r)]
     lines = [f"  {r['op']} {r['M']}x{r['K']}->{r['N']} b{r['block_n']} r{r['ratio']}: wrong results, error {r['max_err']}" for r in wrong]
-    if len(usable) + len(wrong) < len(rows):
-        lines.append(f"  {len(rows) - len(usable) - len(wrong)} cases have no verdict: the machine was busy")
-    if not usable:
+    if busy := len(rows) - len(judged) - len(wrong):
+        lines.append(f"  {busy} cases have no verdict: the machine was busy")
+    if not judged:
         return "\n".join(["dispatch: no case was measured on an idle machine", *lines]), not wrong
-    regrets = sorted(number(r, "regret") or 0.0 for r in usable)
-    good, slow = sum(r <= GOOD for r in regrets), sum((number(r, "x_masked_dense") or 0.0) < 0.97 for r in usable)
+    regrets = sorted(number(r, "regret") or 0.0 for r in judged)
+    good, slow = sum(r <= GOOD for r in regrets), sum((number(r, "x_masked_dense") or 0.0) < 0.97 for r in judged)
     head = (
-        f"dispatch: {good} of {len(usable)} choices within {GOOD:.0%} of the best plan ({good / len(usable):.1%}), median {regrets[len(regrets) // 2]:.1%}, "
+        f"dispatch: {good} of {len(judged)} choices within {GOOD:.0%} of the best plan ({good / len(judged):.1%}), median {regrets[len(regrets) // 2]:.1%}, "
         f"worst {regrets[-1]:.0%}; {slow} below 0.97 of masked-dense"
     )
-    return "\n".join([head, *lines]), not wrong and good >= SHARE * len(usable)
+    return "\n".join([head, *lines]), not wrong and good >= SHARE * len(judged)

@@ -17,14 +17,14 @@ from ..kernels.dispatch import triton_ops
 from ..kernels.lists import STEP, STRIP
 from ..kernels.triton.tiles import Tile, candidates, runs_on, takes_tma, tile_for
 from . import providers
-from .cells import Cell, parse_shape
+from .cells import BLOCKS, Cell, parse_shape
 from .costs import cost_of, triton_cost
 from .inputs import TORCH_DTYPES, Inputs
 from .providers import Call, Provider
 from .table import COLUMNS, Table
 
 SHAPE, TINY_SHAPE = "8192x4096->4096", "200x256->128"
-BLOCKS, RATIOS = (128, 64, 32, 16), (0.8, 0.5, 0.9)
+RATIOS = (0.8, 0.5, 0.9)
 SPLITS = (1, 2, 4)
 OWN = "own"
 OPS = {"tiles": ("forward", "forward"), "splits": ("dw", "backward")}

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fxmask.bench import floor, interleaved, provenance, regret, table
+from fxmask.bench import contenders, floor, interleaved, provenance, regret, table
 from fxmask.cli import main
 from fxmask.errors import ConfigError
 from fxmask.kernels.cpu import deciding, implementation
@@ -37,8 +37,8 @@ def bench(out, *options):
 
 def test_rows_are_complete(tmp_path, capsys):
     status, rows = bench(tmp_path)
-    assert status == 0 and len(rows) == 2 * len(interleaved.CONTENDERS)
-    assert [r["provider"] for r in rows] == list(interleaved.CONTENDERS) * 2
+    assert status == 0 and len(rows) == 2 * len(contenders.CONTENDERS)
+    assert [r["provider"] for r in rows] == list(contenders.CONTENDERS) * 2
     shared = provenance.provenance(torch.device("cpu"))
     always = {"utc", "load", "load_after", "turns", "mask_ms", "forward_ms", "backward_ms", "ms_p50", "ms_p10", "ms_p90", "cpu_ms_p50", "max_err"}
     for r in rows:
@@ -216,7 +216,7 @@ def test_plot(tmp_path, capsys):
 def test_another_csv_is_refused(tmp_path):
     (tmp_path / interleaved.CSV).write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match="this version's columns"):
-        interleaved.run([], tmp_path, 0.0, None, interleaved.CONTENDERS)
+        interleaved.run([], tmp_path, 0.0, None, contenders.CONTENDERS)
 
 
 @pytest.mark.parametrize(("taken", "why"), [("out", "File exists"), ("out/cpu.csv", "Is a directory")])
@@ -312,9 +312,9 @@ def test_the_dispatch_judges_its_own_cases_alone(tmp_path, monkeypatch, capsys):
 
 def test_token_mixing_has_contiguous_tokens():
     cell = next(interleaved.cells((SHAPE,), (32,), (0.5,), ("random",), "fp32", 0))
-    assert interleaved.layer_of(cell).x.stride() == (64, 1)
-    mixed = interleaved.layer_of(replace(cell, phase="token_mixing"))
-    assert mixed.x.stride() == (1, 300) and torch.equal(mixed.x, interleaved.layer_of(cell).x)
+    assert contenders.layer_of(cell).x.stride() == (64, 1)
+    mixed = contenders.layer_of(replace(cell, phase="token_mixing"))
+    assert mixed.x.stride() == (1, 300) and torch.equal(mixed.x, contenders.layer_of(cell).x)
 
 
 def test_masked_dense_behind_the_op_is_a_contender(tmp_path):
