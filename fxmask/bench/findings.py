@@ -37,6 +37,10 @@ def _best(rows: Sequence[Row], column: str, **wanted: str) -> Row | None:
     return max(found, key=lambda r: number(r, column) or 0.0, default=None)
 
 
+def _ms(row: Row) -> float:
+    return number(row, "ms_p50") or 0.0
+
+
 def limits(out: Path, found: Mapping[str, Sequence[Row]]) -> dict[str, float]:
     """The ceilings, and the L2's bytes a second for rows of 128, 64 and 32 bytes, whichever way of loading them is the faster: `l2_bytes_per_s_128`."""
     known = read_ceilings(out)
@@ -70,7 +74,7 @@ def _sweep(stage: str, rows: Sequence[Row]) -> list[str]:
     out = []
     for block, ratio in dict.fromkeys((r["block_n"], r["ratio"]) for r in tried):
         same = [r for r in tried if (r["block_n"], r["ratio"]) == (block, ratio)]
-        times = {r["provider"]: number(r, "ms_p50") or 0.0 for r in same}
+        times = {r["provider"]: _ms(r) for r in same}
         best = min(times, key=lambda name: times[name])
         own = times.get(sweeps.OWN)
         factor = next(number(r, "x_best") for r in same if r["provider"] == best)
@@ -84,8 +88,8 @@ def _metadata(rows: Sequence[Row]) -> list[str]:
     out = []
     for r in rows:
         what = f"{r['N']}x{r['K']}" if r["scope"] == "layer" else f"model of {r['weights']} weights"
-        us, rate = 1e3 * (number(r, "ms_p50") or 0.0), number(r, "tb_per_s")
-        out.append(f"refresh {what} {r['dtype']} b{r['block']} {r['form']} / {us:.0f} us, {r['launches']} launches, {rate:.2f} TB/s of weights")
+        rate = number(r, "tb_per_s")
+        out.append(f"refresh {what} {r['dtype']} b{r['block']} {r['form']} / {1e3 * _ms(r):.0f} us, {r['launches']} launches, {rate:.2f} TB/s of weights")
     return out or [f"refresh / {NOT_MEASURED}"]
 
 
@@ -93,29 +97,33 @@ def _dropout(rows: Sequence[Row]) -> list[str]:
     """For each size and p how much faster the kernels are than each of the others, and from which p on they are than the dense layer."""
     out = []
     for size in dict.fromkeys((r["M"], r["N"], r["K"]) for r in rows):
-        times = {(r["provider"], r["p"]): number(r, "ms_p50") or 0.0 for r in rows if (r["M"], r["N"], r["K"]) == size}
+        times = {(r["provider"], r["p"]): _ms(r) for r in rows if (r["M"], r["N"], r["K"]) == size}
+        ours = {p: ms for (provider, p), ms in times.items() if provider == "fxmask_triton"}
         dense, name, won = times.get(("dense", "0")), f"{size[0]}x{size[2]}->{size[1]}", list[str]()
-        for p in dict.fromkeys(r["p"] for r in rows if ("fxmask_triton", r["p"]) in times):
-            own = times["fxmask_triton", p]
+        for p, own in ours.items():
             others = {"dense": dense, **{n: times.get((n, p)) for n in ("dropout_linear", "masked_dense")}}
             beside = ", ".join(f"{t / own:.2f}x the speed of {n}" for n, t in others.items() if t)
             won = [*won, p] if dense and own < dense else []
             out.append(f"dropout {name} p = {p} / {own:.4f} ms, {beside or 'nothing beside it'}")
-        if dense and any(line.startswith(f"dropout {name} p") for line in out):
+        if dense and ours:
             out.append(f"dropout {name} faster than dense from p = 0.05 on / {f'from {won[0]} on' if won else 'not at the highest p'}")
     return out or [f"dropout / {NOT_MEASURED}"]
 
 
+def _speeds(dense: float | None, times: Mapping[str, float]) -> str:
+    """How fast each is beside the dense product, which has to be measured, too."""
+    return ", ".join(f"{name} {dense / ms:.2f}x" for name, ms in times.items() if dense and ms) or NOT_MEASURED
+
+
 def _pruning(rows: Sequence[Row]) -> list[str]:
-    """For each output, dtype and block the ratios from which on the pruned product, list included, is faster than the one with the whole input."""
-    dense = {(r["N"], r["dtype"]): number(r, "ms_p50") or 0.0 for r in rows if r["form"] == "dense"}
+    """For each output, dtype and block the speed of the pruned product, list included, beside that of the one with the whole input, at each ratio."""
+    dense = {(r["N"], r["dtype"]): _ms(r) for r in rows if r["form"] == "dense"}
     ours = [r for r in rows if r["form"] == "triton" and float(r["w_ratio"]) == 0]
     out = []
     for n, dtype, block in dict.fromkeys((r["N"], r["dtype"], r["block"]) for r in ours):
-        times = {float(r["ratio"]): number(r, "ms_p50") or 0.0 for r in ours if (r["N"], r["dtype"], r["block"]) == (n, dtype, block)}
-        whole = dense.get((n, dtype))
-        seen = ", ".join(f"{ratio:g}: {whole / ms if whole else 0:.2f}x" for ratio, ms in sorted(times.items()) if ms)
-        out.append(f"dW of a pruned input, D = {n}, {dtype}, b = {block} / speed of the dense product's at {seen or NOT_MEASURED}")
+        times = {float(r["ratio"]): _ms(r) for r in ours if (r["N"], r["dtype"], r["block"]) == (n, dtype, block)}
+        seen = _speeds(dense.get((n, dtype)), {f"{ratio:g}:": ms for ratio, ms in sorted(times.items())})
+        out.append(f"dW of a pruned input, D = {n}, {dtype}, b = {block} / speed of the dense product's at {seen}")
     return out or [f"dW of a pruned input / {NOT_MEASURED}"]
 
 
@@ -123,10 +131,9 @@ def _nm(rows: Sequence[Row]) -> list[str]:
     """Of each size the speed of 2:4 masks, and of the hardware's form, beside the dense layer."""
     out = []
     for op, *size in dict.fromkeys((r["op"], r["M"], r["N"], r["K"]) for r in rows):
-        times = {r["provider"]: number(r, "ms_p50") or 0.0 for r in rows if [r["op"], r["M"], r["N"], r["K"]] == [op, *size]}
-        whole = times.pop("dense", 0.0)
-        seen = ", ".join(f"{name} {whole / ms if whole else 0:.2f}x" for name, ms in times.items() if ms)
-        out.append(f"2:4 {op} {size[0]}x{size[2]}->{size[1]} / speed of the dense layer's: {seen or NOT_MEASURED}")
+        times = {r["provider"]: _ms(r) for r in rows if [r["op"], r["M"], r["N"], r["K"]] == [op, *size]}
+        dense = times.pop("dense", None)
+        out.append(f"2:4 {op} {size[0]}x{size[2]}->{size[1]} / speed of the dense layer's: {_speeds(dense, times)}")
     return out or [f"2:4 / {NOT_MEASURED}"]
 
 

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from fxmask.bench import cells, compare, device_stages, findings, goals, gpu, summary, sweeps, table
+from fxmask.bench.dropping import DROPOUT
+from fxmask.bench.nm import NM_PART
+from fxmask.bench.parts import PARTS
 from fxmask.bench.probes import BANDWIDTH, TENSORCORE
+from fxmask.bench.pruning import PRUNING
 from fxmask.bench.refreshes import METADATA
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,6 +146,24 @@ def test_findings(tmp_path):
     assert findings.limits(tmp_path, found) == {"l2_bytes_per_s_128": 7.25e12, "l2_bytes_per_s_32": 4.5e12}
     closing = "\n".join(gpu.summary([], tmp_path))
     assert "n = 16: 333" in closing and "goal / measured / bound" in closing
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_speed_beside_a_dense_product_that_was_not_measured_is_none(beside):
+    size = {"M": "64", "N": "40", "K": "72"}
+    pruned = [of_part(PRUNING, form="triton", N="40", dtype="bf16", block="64", ratio=r, w_ratio="0", ms_p50=t) for r, t in (("0.9", "0.5"), ("0.5", "2"))]
+    nm = [of_part(NM_PART, provider="masked_dense", op="step", **size, ms_p50="4")]
+    dropped = [of_part(DROPOUT, provider="fxmask_triton", **size, p=p, ms_p50=t) for p, t in (("0.1", "2"), ("0.5", "0.5"))]
+    if beside:
+        pruned.insert(0, of_part(PRUNING, form="dense", N="40", dtype="bf16", ms_p50="1"))
+        nm.insert(0, of_part(NM_PART, provider="dense", op="step", **size, ms_p50="1"))
+        dropped.insert(0, of_part(DROPOUT, provider="dense", **size, p="0", ms_p50="1"))
+    found = dict.fromkeys([*PARTS, *sweeps.OPS], ()) | {"pruning": pruned, "nm": nm, "dropout": dropped}
+    text = "\n".join(findings.finding_lines(found))
+    assert f"b = 64 / speed of the dense product's at {'0.5: 0.50x, 0.9: 2.00x' if beside else 'not measured'}\n" in text
+    assert text.endswith(f"2:4 step 64x72->40 / speed of the dense layer's: {'masked_dense 0.25x' if beside else 'not measured'}")
+    assert f"dropout 64x72->40 p = 0.5 / 0.5000 ms, {'2.00x the speed of dense' if beside else 'nothing beside it'}\n" in text
+    assert ("faster than dense from p = 0.05 on / from 0.5 on" in text) == beside
 
 
 def test_a_csv_of_another_version_leaves_the_rest(tmp_path, monkeypatch, capsys):
