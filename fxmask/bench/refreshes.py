@@ -13,6 +13,7 @@ from ..kernels import lists, ops, reference
 from ..kernels.dispatch import triton_ops
 from ..kernels.grid import grid_shape, keep_count
 from .cells import BLOCKS
+from .gate import list_parts
 from .inputs import TORCH_DTYPES
 from .part import Part, Prepared
 
@@ -78,20 +79,13 @@ def _expected(dtype: str, index: int, block: tuple[int, int], device: torch.devi
     return mask, lists.packed(mask, block)
 
 
-def _same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], block: tuple[int, int]) -> bool:
-    """Whether masks are equal, and lists in all of their parts; what lies between those is undefined."""
-    grid = (want[0].shape[0], want[0].shape[1])
-    pairs = [(got[0], want[0])]
-    for transposed in (False, True):
-        pairs += zip(*(lists.unpack(t[1], grid, block, transposed) for t in (got, want)), strict=True)
-    return all(torch.equal(g, w) for g, w in pairs)
-
-
 def differs(got: Parts, cell: Refresh, device: torch.device) -> str:
     """Which weight's mask or lists are not those of plain PyTorch; empty where all are."""
     block = (cell.block, cell.block)
-    for i, parts in enumerate(got):
-        if not _same(parts, _expected(cell.dtype, i, block, device), block):
+    for i, (mask, packed) in enumerate(got):
+        want, listed = _expected(cell.dtype, i, block, device)
+        pairs = zip(list_parts(packed, want, block), list_parts(listed, want, block), strict=True)
+        if not torch.equal(mask, want) or not all(torch.equal(a, b) for a, b in pairs):
             return f"mask or lists of weight {i} differ from plain PyTorch's"
     return "" if len(got) == cell.weights else f"expected {cell.weights} weights, got {len(got)}"
 
