@@ -68,11 +68,11 @@ def traffic(report: Analysis, path: str | Path) -> Path:
     return save(fig, plt, path)
 
 
-def save(fig: Any, plt: Any, path: str | Path) -> Path:
+def save(fig: Any, plt: Any, path: str | Path, dpi: int = 120) -> Path:
     """Write a figure and close it; ConfigError where its file cannot be written, or has a suffix that matplotlib does not know."""
     path = as_path(path, "a picture")
     try:
-        fig.savefig(path, dpi=120)
+        fig.savefig(path, dpi=dpi)
     except OSError as e:
         raise cannot_write(path.parent, e) from None
     except ValueError as e:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..analysis.plots import available
 from ..errors import ConfigError
 from ..places import place
 from . import contenders, floor, interleaved, regret, systems
@@ -46,11 +47,16 @@ def add_options(p: argparse.ArgumentParser) -> None:
 def main(a: argparse.Namespace) -> int:
     a.out = place(a.out, (), "--out")
     check(a)
+    if a.plot:
+        available()  # not after hours of measuring
     if a.system != "weights":
         return other_system(a)
     dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
-    if a.device == "cpu" and not a.op_by_op:
-        return steps(a, dtype)
+    return in_turns(a, dtype) if a.device == "cpu" and not a.op_by_op else one_by_one(a, dtype)
+
+
+def one_by_one(a: argparse.Namespace, dtype: str) -> int:
+    """One op after the other, as on a GPU."""
     of_steps = ("blocks", "ratios", "floor", "dispatch", *(("threads",) if a.device == "cuda" else ()))
     _unused(a, of_steps, f"{'--op-by-op' if a.op_by_op else '--device cuda'}: its cells are fixed; expected --cells to choose among them")
     _set_threads(a.threads)
@@ -60,15 +66,10 @@ def main(a: argparse.Namespace) -> int:
         return 0
     run = Run(check_device(a.device), a.out, a.time_limit, a.sample_s)
     run_cells(run, cells)
-    rows = _own(run.table, run.shared)
-    print("\n".join(crossover_lines(rows)))
+    rows = _shown(a, run.table, run.shared, "crossover.png")
     refused = [r for r in rows if r["gate"] == "fail"]
     for r in refused:
         print(f"gate: {r['provider']} {r['op']} {r['M']}x{r['K']}->{r['N']} b{r['block_n']} r{r['ratio']} failed ({r['verdict']})")
-    if a.plot and not crossovers(rows):
-        print("nothing to plot yet")
-    elif a.plot:
-        print(f"wrote {plot(rows, a.out / 'crossover.png').name}")
     return 1 if any(r["provider"] not in ANCHORS for r in refused) else 0
 
 
@@ -124,22 +125,27 @@ def _set_threads(threads: int | None) -> None:
 
 
 def _numbers(given: str, option: str, kind: type, low: float, high: float) -> tuple[Any, ...]:
+    wrong = ConfigError(f"{option} {given!r}: expected numbers of at least {low} and below {high:g}, separated by commas.")
     try:
         found = tuple(kind(n) for n in names(given))
     except ValueError:
-        found = (high,)
+        raise wrong from None
     if not all(low <= n < high for n in found):
-        raise ConfigError(f"{option} {given!r}: expected numbers of at least {low} and below {high:g}, separated by commas.")
+        raise wrong
     return found
 
 
-def _own(table: Table, shared: Row) -> list[Row]:
-    """The rows of these sources, on this machine, with so many threads: a csv may hold others too."""
-    return [r for r in table.rows if all(r[c] == shared[c] for c in MACHINE)]
+def _shown(a: argparse.Namespace, table: Table, shared: Row, picture: str) -> list[Row]:
+    """Say who wins from where on, and draw it where that is asked for. A csv may hold rows of other sources, machines or numbers of threads, too."""
+    rows = [r for r in table.rows if all(r[c] == shared[c] for c in MACHINE)]
+    print("\n".join(crossover_lines(rows)))
+    if a.plot:
+        print(f"wrote {plot(rows, a.out / picture).name}" if crossovers(rows) else "nothing to plot yet")
+    return rows
 
 
-def steps(a: argparse.Namespace, dtype: str) -> int:
-    """Whole steps on a CPU, all contenders in turns; or the dispatch's choices against every plan."""
+def in_turns(a: argparse.Namespace, dtype: str) -> int:
+    """Whole steps on a CPU, all contenders in turns."""
     unknown = sorted(set(names(a.providers)) - set(contenders.KNOWN))
     if unknown:
         raise ConfigError(f"unknown provider: expected some of {', '.join(contenders.KNOWN)}, got {', '.join(unknown)}; others need --op-by-op.")
@@ -148,21 +154,7 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
     _set_threads(a.threads)
     shared = provenance(torch.device("cpu"))
     if a.dispatch or a.floor:
-        fixed = ("quick", "blocks", "ratios", "shapes", "providers", "masks", "plot", *(("floor",) if a.dispatch else ()))
-        _unused(a, fixed, f"{'--dispatch draws its cells' if a.dispatch else '--floor: its cells are fixed'}; expected --cells to choose among them")
-        grid = regret.draw(a.dispatch, dtype, a.seed) if a.dispatch else list(floor.cells(dtype, a.seed))
-        grid = matching(grid, a.cells, lambda c: f"{c.group}/{c.phase}")
-        if a.list:
-            print("\n".join(f"{c.group}/{c.phase}" for c in grid))
-            return 0
-        if a.dispatch:
-            table = regret.run(grid, a.out, a.sample_s, a.time_limit)
-            text, good = regret.summary(table.of({**shared, **what(c)} for c in grid))
-        else:
-            table = interleaved.run(grid, a.out, a.sample_s, a.time_limit, floor.CONTENDERS, csv=floor.CSV)
-            text, good = floor.summary(table.of({**shared, **what(c.by(name))} for c in grid for name in floor.CONTENDERS))
-        print(text)
-        return 0 if good else 1
+        return judged(a, dtype, shared)
     shapes = names(a.shapes) or (interleaved.TINY if a.quick else CPU_SHAPES)
     kinds = _kinds(a) or (MASKS[:1] if a.quick else MASKS)
     found: list[Cell] = list(dict.fromkeys(interleaved.cells(shapes, blocks, ratios, kinds, dtype, a.seed)))
@@ -171,9 +163,24 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
         print("\n".join(c.group for c in chosen))
         return 0
     table = interleaved.run(chosen, a.out, a.sample_s, a.time_limit, names(a.providers) or contenders.CONTENDERS)
-    rows = _own(table, shared)
-    print("\n".join(crossover_lines(rows)))
-    if a.plot and crossovers(rows):
-        name = f"cpu-{torch.get_num_threads()}-threads.png"
-        print(f"wrote {plot(rows, a.out / name).name}")
+    rows = _shown(a, table, shared, f"cpu-{torch.get_num_threads()}-threads.png")
     return 1 if any(r["gate"] == "fail" for r in rows) else 0
+
+
+def judged(a: argparse.Namespace, dtype: str, shared: Row) -> int:
+    """The choices of the dispatch beside every plan, or `auto` beside masked-dense: 1 where they are not good enough."""
+    fixed = ("quick", "blocks", "ratios", "shapes", "providers", "masks", "plot", *(("floor",) if a.dispatch else ()))
+    _unused(a, fixed, f"{'--dispatch draws its cells' if a.dispatch else '--floor: its cells are fixed'}; expected --cells to choose among them")
+    grid = regret.draw(a.dispatch, dtype, a.seed) if a.dispatch else list(floor.cells(dtype, a.seed))
+    grid = matching(grid, a.cells, lambda c: f"{c.group}/{c.phase}")
+    if a.list:
+        print("\n".join(f"{c.group}/{c.phase}" for c in grid))
+        return 0
+    if a.dispatch:
+        table = regret.run(grid, a.out, a.sample_s, a.time_limit)
+        text, good = regret.summary(table.of({**shared, **what(c)} for c in grid))
+    else:
+        table = interleaved.run(grid, a.out, a.sample_s, a.time_limit, floor.CONTENDERS, csv=floor.CSV)
+        text, good = floor.summary(table.of({**shared, **what(c.by(name))} for c in grid for name in floor.CONTENDERS))
+    print(text)
+    return 0 if good else 1

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import UnsupportedError
-from ..kernels.errors import message
+from ..analysis.plots import available, save
 from .table import Row, number
 
 GROUP = ("op", "M", "K", "N", "dtype", "mask", "block_n")
@@ -52,19 +51,13 @@ def crossover_lines(rows: list[Row]) -> list[str]:
 
 
 def plot(rows: list[Row], path: Path) -> Path:
-    """The factor over the ratio, a panel an op and shape, a line a block. Raises UnsupportedError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as e:
-        raise UnsupportedError(message(f"--plot needs matplotlib: expected it installed, got {e!r}.", "fxmask bench", "pip install 'fxmask[plot]'.")) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    """The factor over the ratio, a panel an op and shape, a line a block, of rows that have crossovers. Raises UnsupportedError without matplotlib."""
+    plt = available()
     panels: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for c in crossovers(rows):
         panels[(c["provider"], c["op"], f"{c['M']}x{c['K']}→{c['N']}", c["dtype"])].append(c)
-    columns = min(4, max(1, len(panels)))
-    lines = max(1, -(-len(panels) // columns))
+    columns = min(4, len(panels))
+    lines = -(-len(panels) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(4 * columns, 3 * lines), squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
@@ -78,6 +71,4 @@ def plot(rows: list[Row], path: Path) -> Path:
         axis.set_ylabel("times the faster baseline")
         axis.legend(fontsize=6)
     figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-    return path
+    return save(figure, plt, path, dpi=100)

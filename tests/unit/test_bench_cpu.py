@@ -1,6 +1,7 @@
 """`fxmask bench --device cpu`: whole steps in turns, on tiny shapes."""
 
 import os
+import sys
 import time
 from dataclasses import replace
 from unittest import mock
@@ -211,6 +212,20 @@ def test_plot(tmp_path, capsys):
     status, _ = bench(tmp_path, "--plot")
     (file,) = tmp_path.glob("*.png")
     assert status == 0 and file.read_bytes().startswith(b"\x89PNG") and f"wrote {file.name}" in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_made_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(interleaved, "measure", lambda *a, **k: pytest.fail("measured"))
+    assert bench(tmp_path, "--plot") == (2, []) and "plots need matplotlib" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    bench(tmp_path)
+    (tmp_path / f"cpu-{torch.get_num_threads()}-threads.png").mkdir()
+    status, rows = bench(tmp_path, "--plot")
+    assert status == 2 and rows and "the output folder cannot be written: Is a directory" in capsys.readouterr().err
 
 
 def test_another_csv_is_refused(tmp_path):
