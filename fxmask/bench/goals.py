@@ -34,6 +34,10 @@ def _at(rows: Sequence[Row], op: str, shape: tuple[str, str, str], block: str, r
     return found[-1] if found else None
 
 
+def _mark(reached: bool) -> str:
+    return "[+]" if reached else "[!]"
+
+
 def bound(row: Row | None, ceilings: Mapping[str, float]) -> str:
     """Which of the measured ceilings is nearest: the tensor cores for what is issued, memory, or the L2 cache in rows of a block's width; and what the programs
     ask of the L2."""
@@ -79,7 +83,7 @@ def _exact(rows: Sequence[Row], stages: Mapping[str, str]) -> list[str]:
     three = NOT_MEASURED
     if worst is not None:  # of one dtype, as all rows here: float32 is added up in one chain and TF32 cut off, see `bench.tolerance`
         place = f"in {worst[1]['dtype']}, worst {worst[1]['op']} b{worst[1]['block_n']}"
-        three = f"{worst[0]:.2f}x over {len(known)} cells {place} [{'+' if worst[0] <= ERROR else '!'}]"
+        three = f"{worst[0]:.2f}x over {len(known)} cells {place} {_mark(worst[0] <= ERROR)}"
     return [
         f"1 masks exact, equal to the CPU's to the bit / {one}; GPU tests: {tests['tests']} / -",
         f"2 no sync, one graph of forward, backward and refresh / GPU tests: {tests['graphs']} / -",
@@ -102,15 +106,15 @@ def _metadata(rows: Sequence[Row], refreshes: Sequence[Row], ceilings: Mapping[s
     out = []
     for block, goal in REFRESH_US.items():
         us, row = _refresh(rows, refreshes, block)
-        seen = NOT_MEASURED if us is None else f"{us:.0f} us [{'+' if us <= goal else '!'}]"
+        seen = NOT_MEASURED if us is None else f"{us:.0f} us {_mark(us <= goal)}"
         out.append(f"4 refresh 14336x4096 bf16 b{block} <= {goal} us / {seen} / {bound(row, ceilings)}")
     groups = _pick(refreshes, scope="model", form="group")
     most = max((int(number(r, "launches") or 0) for r in groups), default=None)
-    seen = NOT_MEASURED if most is None else f"{most} at most, over {len(groups)} groups [{'+' if most <= LAUNCHES else '!'}]"
+    seen = NOT_MEASURED if most is None else f"{most} at most, over {len(groups)} groups {_mark(most <= LAUNCHES)}"
     out.append(f"4 refresh of a whole model <= {LAUNCHES} launches a dtype and block / {seen} / -")
-    shares = [100 * (1 - step / both) for r in rows if usable(r) and r["op"] == "step" and r["provider"] == "fxmask_triton"
-              for step, both in [(number(r, "ms_p50"), number(r, "ms_refresh_10"))] if step and both]  # fmt: skip
-    seen = f"{max(shares):.1f} % at most, over {len(shares)} cells [{'+' if max(shares) <= 3 else '!'}]" if shares else NOT_MEASURED
+    steps = [(number(r, "ms_p50"), number(r, "ms_refresh_10")) for r in _pick(rows, op="step", provider="fxmask_triton") if usable(r)]
+    shares = [100 * (1 - step / both) for step, both in steps if step and both]
+    seen = f"{max(shares):.1f} % at most, over {len(shares)} cells {_mark(max(shares) <= 3)}" if shares else NOT_MEASURED
     return [*out, f"4 refresh of every 10th step <= 3 % of the time of a layer's step / {seen} / -"]
 
 
@@ -121,7 +125,7 @@ def _memory_bound(rows: Sequence[Row], ceilings: Mapping[str, float]) -> list[st
             row = _at(rows, "forward", shape, block, "0.7")
             x, roof = (number(row, c) if row else None for c in ("x_best", "roof_pct"))
             hit = x is not None and x >= goal and roof is not None and roof >= ROOF
-            seen = NOT_MEASURED if x is None else f"{x:.2f}x, {'?' if roof is None else f'{roof:.0f}'} % of the roof [{'+' if hit else '!'}]"
+            seen = NOT_MEASURED if x is None else f"{x:.2f}x, {'?' if roof is None else f'{roof:.0f}'} % of the roof {_mark(hit)}"
             out.append(f"7 ViT {name} b{block} at 70 % >= {goal}x and {ROOF} % of the memory roof / {seen} / {bound(row, ceilings)}")
     return out
 
@@ -137,16 +141,13 @@ def _crossovers(rows: Sequence[Row]) -> list[str]:
 
 
 def _floor(rows: Sequence[Row]) -> str:
-    worst: tuple[float, Row] | None = None
-    count = 0
-    for row in rows:
-        if row["provider"] == "fxmask_auto" and usable(row):
-            base = _at(rows, row["op"], (row["M"], row["N"], row["K"]), row["block_n"], row["ratio"], "masked_dense")
-            own, dense = number(row, "ms_p50"), number(base, "ms_p50") if base else None
-            if own and dense:
-                count += 1
-                worst = max(worst or (0.0, row), (own / dense, row), key=lambda t: t[0])
-    seen = NOT_MEASURED if worst is None else f"{worst[0]:.2f}x its time at most, over {count} cells [{'+' if worst[0] <= 1.03 else '!'}]"
+    found = []
+    for row in _pick(rows, provider="fxmask_auto"):
+        base = _at(rows, row["op"], (row["M"], row["N"], row["K"]), row["block_n"], row["ratio"], "masked_dense")
+        own, dense = number(row, "ms_p50"), number(base, "ms_p50") if base else None
+        if own and dense and usable(row):
+            found.append(own / dense)
+    seen = f"{max(found):.2f}x its time at most, over {len(found)} cells {_mark(max(found) <= 1.03)}" if found else NOT_MEASURED
     return f"9 impl='auto' within 3 % of masked-dense / {seen} / -"
 
 
@@ -161,7 +162,7 @@ def _anchors(rows: Sequence[Row]) -> list[str]:
             own = number(row, "ms_p50")
             if own and times and usable(row):
                 factors.append(min(times) / own)
-        seen = f"{min(factors):.2f} to {max(factors):.2f}x over {len(factors)} cells [{'+' if min(factors) >= goal else '!'}]" if factors else NOT_MEASURED
+        seen = f"{min(factors):.2f} to {max(factors):.2f}x over {len(factors)} cells {_mark(min(factors) >= goal)}" if factors else NOT_MEASURED
         out.append(f"10 {op} b{block} >= {goal}x torch's {providers[0].removeprefix('torch_')} (the faster setting) / {seen} / -")
     return out
 
