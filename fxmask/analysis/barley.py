@@ -12,6 +12,7 @@ from fractions import Fraction
 
 from ..kernels.errors import ConfigError, ShapeError
 from ..kernels.grid import RATIO_UNIT, ratio_units
+from ..passes.settings.checks import is_number
 from .model_shapes import positive
 
 
@@ -21,15 +22,18 @@ def kept_blocks(rows: int, cols: int, block: int, sparsity: float) -> int:
     positive(cols, "cols")
     if cols % positive(block, "block", ConfigError):
         raise ShapeError(f"block: expected a divisor of the {cols} features, got {block}.")
-    units = RATIO_UNIT if isinstance(sparsity, (int, float)) and sparsity == 1 and sparsity is not True else ratio_units(sparsity)
     n = rows * cols // block
-    return n - round(Fraction(n * units, RATIO_UNIT))
+    return n - round(n * _share(sparsity))
+
+
+def _share(sparsity: float) -> Fraction:
+    return Fraction(1) if is_number(sparsity) and sparsity == 1 else Fraction(ratio_units(sparsity), RATIO_UNIT)
 
 
 def overhead_percent(rows: int, cols: int, block: int, sparsity: float) -> Fraction:
     """Percent of the dense elements by which BSR is larger than its ideal, `(1 - s) R C`: table II of [B]. An index is as wide as a value there."""
     kept = kept_blocks(rows, cols, block, sparsity)
-    ideal = (1 - Fraction(round(sparsity * RATIO_UNIT), RATIO_UNIT)) * rows * cols
+    ideal = (1 - _share(sparsity)) * rows * cols
     return 100 * (kept * block + kept + rows + 1 - ideal) / (rows * cols)
 
 

@@ -32,21 +32,21 @@ WITHOUT_KERNELS: dict[str, Any] = {
 }
 
 
-def formulas(work: Work) -> str:
-    """The text of the closed forms that a work was counted by: their docstring, so that there is one of them."""
+def formulas(work: Work) -> Any:
+    """The closed forms that a work was counted by."""
     if work.impl in ("masked_dense", "triton (mask, then dense)"):
-        source: Any = layer_cost.masked_dense if work.op.startswith("fxmask.") else rules.leave_out
-    elif work.phase == "opt":
-        source = optimiser.masked_step if work.impl == "masked_step" else optimiser.dense_step
-    elif work.op in (known := BY_KERNELS if work.impl == "triton" else {} if work.impl else WITHOUT_KERNELS):
-        source = known[work.op]
-    elif "attention" in work.op:
-        source = dense_cost.attention_backward if "backward" in work.op else dense_cost.attention
-    elif "conv" in work.op:
-        source = dense_cost.convolution
-    else:
-        source = dense_cost.matmul if work.m else dense_cost.stream
-    return inspect.getdoc(source) or ""
+        return layer_cost.masked_dense if work.op.startswith("fxmask.") else rules.leave_out
+    if work.phase == "opt":
+        return optimiser.masked_step if work.impl == "masked_step" else optimiser.dense_step
+    if work.impl == "triton" and work.op in BY_KERNELS:
+        return BY_KERNELS[work.op]
+    if not work.impl and work.op in WITHOUT_KERNELS:
+        return WITHOUT_KERNELS[work.op]
+    if "attention" in work.op:
+        return dense_cost.attention_backward if "backward" in work.op else dense_cost.attention
+    if "conv" in work.op:
+        return dense_cost.convolution
+    return dense_cost.matmul if work.m else dense_cost.stream
 
 
 def explain(node: str, works: list[Work], names: dict[int, str], device: Device, tf32: bool) -> str:
@@ -93,5 +93,6 @@ def _one(w: Work, names: dict[int, str], device: Device, tf32: bool) -> str:
             amount, unit = {"compute": (c.flop_issued, "FLOP"), "dram": (c.bytes_min, "B"), "l2": (c.bytes_req, "B")}[roof]
             how = f"{amount} {unit} / {peaks[roof]:.4g} {unit}/s"
         lines.append(f"  roof     {roof:8} {1e6 * t:.4g} us = {how}")
-    lines += ["  formulas", *(f"    {line}" for line in formulas(w).splitlines())]
+    text = inspect.getdoc(formulas(w)) or ""  # there is one of it, the docstring
+    lines += ["  formulas", *(f"    {line}" for line in text.splitlines())]
     return "\n".join(lines)

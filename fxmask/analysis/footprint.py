@@ -48,17 +48,12 @@ def rows(recording: Recording, works: list[Work], forward: list[Work]) -> list[d
     naive: Counter[str] = Counter()
     for (module, _), copy in copies.items():
         naive[module] += copy
-    found: list[dict[str, Any]] = []
-    for module, kinds in held.items():
-        found.append({"module": module or "(model)", **{k: kinds[k] for k in KINDS}, "total": sum(kinds.values()), "naive_mask": naive[module]})
-    size = _held(recording)
-    found.append({"module": "(input)", **dict.fromkeys(KINDS, 0), "input": size, "total": size, "naive_mask": 0})
-    largest = max((p.bytes for w in works if w.call and not w.call.is_view for p in w.call.outputs), default=0)
-    found.append({"module": "(workspace)", **dict.fromkeys(KINDS, 0), "workspace": largest, "total": largest, "naive_mask": 0})
+    made: dict[str, dict[str, int]] = {m or "(model)": {**kinds, "total": sum(kinds.values()), "naive_mask": naive[m]} for m, kinds in held.items()}
+    size, largest = _held(recording), max((p.bytes for w in works if w.call and not w.call.is_view for p in w.call.outputs), default=0)
+    made |= {"(input)": {"input": size, "total": size}, "(workspace)": {"workspace": largest, "total": largest}}
     columns = (*KINDS, "input", "workspace", "total", "naive_mask")
-    found = [{"module": r["module"], **{c: r.get(c, 0) for c in columns}} for r in found]
-    found.append({"module": "(total)", **{c: sum(r[c] for r in found) for c in columns}})
-    return found
+    made["(total)"] = {c: sum(row.get(c, 0) for row in made.values()) for c in columns}
+    return [{"module": module, **{c: row.get(c, 0) for c in columns}} for module, row in made.items()]
 
 
 def _held(recording: Recording) -> int:

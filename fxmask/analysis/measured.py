@@ -19,17 +19,10 @@ def attach(tables: Tables, ncu_csv: str | Path | None, timings: Mapping[str, Any
 
     A name is a node, `node/phase`, or a module, whose figures are summed.
     """
-    if energy is not None and not isinstance(energy, Mapping):  # before any table has changed
-        raise ConfigError(f"energy: expected a row, as fxmask.analysis.energy.measure_energy gives one, got {energy!r}.")
-    found: dict[str, dict[str, Any]] = {}
-    if ncu_csv is not None:
-        found = {name: dict(row) for name, row in ncu.sum_by_range(ncu.read_ncu_csv(ncu_csv)).items()}
+    _check(timings, energy)
+    found = {} if ncu_csv is None else ncu.sum_by_range(ncu.read_ncu_csv(ncu_csv))
     outside = found.pop("", {}).get("launches", 0)  # of kernels in no range; in `timings` that is the name of the model itself
-    if timings is not None and not isinstance(timings, Mapping):
-        raise ConfigError(f"timings: expected a dict of seconds by node or module, got {timings!r}.")
     for name, seconds in (timings or {}).items():
-        if not isinstance(seconds, Real) or not float(seconds) > 0:
-            raise ConfigError(f"timings: expected seconds above 0, got {seconds!r} for {name!r}.")
         found.setdefault(name, {})["time_us"] = 1e6 * seconds
     rows = tables["roofline"]
     matched = {name: group for name in found if (group := rows_of(rows, name))}
@@ -37,17 +30,29 @@ def attach(tables: Tables, ncu_csv: str | Path | None, timings: Mapping[str, Any
         names, such = first_of(list(found)) or "by no NVTX range", f", such as {rows[0]['node']!r} or {rows[0]['module']!r}" if rows else ", which has none"
         raise ConfigError(f"measurements are named {names}: expected nodes or modules of this analysis{such}.")
     measured = {name: _row(name, found[name], group, tables["traffic"]) for name, group in matched.items()}
-    if measured:
-        before = {row["name"]: row for row in tables.get("measured", [])}
-        tables["measured"] = list((before | {name: before.get(name, {}) | row for name, row in measured.items()}).values())
-        for name, row in measured.items():
-            if len(matched[name]) == 1:  # one node and phase: its own row can carry it
-                matched[name][0].update({k: v for k, v in row.items() if k not in ("name", "rows", "t_min_us", "bytes_min")})
-    left = [name for name in found if name not in matched]
+    known = {row["name"]: row for row in tables.get("measured", [])}
+    for name, row in measured.items():
+        known[name] = known.get(name, {}) | row
+        if len(matched[name]) == 1:  # one node and phase: its own row can carry it
+            matched[name][0].update({k: v for k, v in row.items() if k not in ("name", "rows", "t_min_us", "bytes_min")})
+    if known:
+        tables["measured"] = list(known.values())
     if energy is not None:
         tables["energy"] = [dict(energy)]
+    left = [name for name in found if name not in matched]
     notes = [f"{len(left)} measured ranges are no node or module of this analysis: {first_of(left)}."] if left else []
     return [*notes, f"Kernels of the csv outside of any NVTX range, which are in no row: {outside}."] if outside else notes
+
+
+def _check(timings: Any, energy: Any) -> None:
+    """ConfigError before any table has changed."""
+    if energy is not None and not isinstance(energy, Mapping):
+        raise ConfigError(f"energy: expected a row, as fxmask.analysis.energy.measure_energy gives one, got {energy!r}.")
+    if timings is not None and not isinstance(timings, Mapping):
+        raise ConfigError(f"timings: expected a dict of seconds by node or module, got {timings!r}.")
+    for name, seconds in (timings or {}).items():
+        if not isinstance(seconds, Real) or not float(seconds) > 0:
+            raise ConfigError(f"timings: expected seconds above 0, got {seconds!r} for {name!r}.")
 
 
 def rows_of(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from ..guards.guard_handle import masked_step_of
 from ..kernels import dense_cost, layer_cost
 from ..kernels.cost import Cost
 from ..kernels.errors import message
-from ..kernels.grid import grid_shape, matrix_shape
+from ..kernels.grid import clipped, grid_shape, matrix_shape
 from ..passes.counting.masked_rules import implementation
 from ..passes.counting.recording import Recording
 from ..passes.counting.work import EXACT, Target, Work
@@ -65,8 +65,7 @@ def masked_step(shape: tuple[int, int], block: tuple[int, int], nnzb: int, kept:
     not counted.
     Compulsory and requested B are the same; `compact` and `runs` stay in a cache that is large enough for them.
     """
-    (n, k), piece = shape, itemsize * kept
-    height, width = min(block[0], n), min(block[1], k)
+    (n, k), (height, width), piece = shape, clipped(block, shape), itemsize * kept
     ragged = k % width != 0
     runs = nnzb * height if ragged else kept // width  # at most, in ragged columns
     state = {"opt_state": states * piece} if states else {}
@@ -85,29 +84,30 @@ def step(recording: Recording, optimizer: str | torch.optim.Optimizer | None, wo
     An instance steps what it was given, a name all parameters; those without a gradient stay, as torch.optim leaves them. masked: whether weights whose
     masked parts may stay are stepped on kept blocks alone; None: those that the optimiser's guard says. `works` knows their masks.
     """
-    name, states = kind_of(optimizer)
     if optimizer is None:
         return []
-    found = []
+    name, states = kind_of(optimizer)
     instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     given = None if instance is None else set(ids_of(instance))
     if given is not None and recording.parameters and not any(id(p) in given for p in recording.parameters.values()):
         what = f"optimizer: expected one that holds parameters of the analysed model, got {type(instance).__name__} of {len(given)} others."
         raise ConfigError(message(what, "", "make it of model.parameters(), or name its kind (optimizer='adamw')."))
     guarded = {id(p) for p in masked_step_of(instance)} if instance is not None and masked is None else set()
-    masks = masks_of([w for w in works if w.phase == "fwd"], recording)
+    masks, found = masks_of([w for w in works if w.phase == "fwd"], recording), []
     for parameter, p in recording.parameters.items():
-        if parameter in recording.trained and (given is None or id(p) in given):
-            size, dtype = recording.size(p), recording.dtype if recording.dtype and p.is_floating_point() else p.dtype
-            row = Work(None, "opt", EXACT, dense_step(size, states), dtype=dtype, weight=parameter, elements=p.numel(), name=f"optim.{name}")
-            (block, nnzb, kept), site = masks.get(parameter, (None, None, p.numel())), recording.sites.get(parameter)
-            wanted = id(p) in guarded or (masked is True and site is not None and site._fxmask_config.backward == "masked")
-            if wanted and site is not None and block is not None and nnzb is not None and kept < p.numel():
-                triton = implementation(site._fxmask_config.impl, target) == "triton"
-                row.dense, shape = row.cost, matrix_shape(p.shape)
-                row.cost = masked_step(shape, block, nnzb, kept, dtype.itemsize, states, site._fxmask_config.cached, triton)
-                row.block, row.nnzb, row.kept, row.impl, row.launches = block, nnzb, kept, "masked_step", 4 + 2 * states  # gathers, a step, scatters
-            found.append(row)
+        if parameter not in recording.trained or (given is not None and id(p) not in given):
+            continue
+        dtype = recording.dtype if recording.dtype and p.is_floating_point() else p.dtype
+        row = Work(None, "opt", EXACT, dense_step(recording.size(p), states), dtype=dtype, weight=parameter, elements=p.numel(), name=f"optim.{name}")
+        found.append(row)
+        (block, nnzb, kept), site = masks.get(parameter, (None, None, 0)), recording.sites.get(parameter)
+        if site is None or block is None or nnzb is None or kept == p.numel():
+            continue
+        c = site._fxmask_config
+        if id(p) in guarded or (masked is True and c.backward == "masked"):
+            triton = implementation(c.impl, target) == "triton"
+            row.dense, row.cost = row.cost, masked_step(matrix_shape(p.shape), block, nnzb, kept, dtype.itemsize, states, c.cached, triton)
+            row.block, row.nnzb, row.kept, row.impl, row.launches = block, nnzb, kept, "masked_step", 4 + 2 * states  # gathers, a step, scatters
     return found
 
 

@@ -32,19 +32,18 @@ def roofline(report: Analysis, path: str | Path) -> Path:
     peaks, bandwidth = report.meta["peaks"], report.meta["dram_bytes_s"]
     rows = [r for r in report.tables["roofline"] if r["ai_dram"] and r["flop"]]
     fig, ax = plt.subplots(layout="constrained", figsize=(7, 4.5))
-    ridges = [r["ridge_dram"] for r in rows if r["ridge_dram"]] or [1.0]
-    low, high = min([r["ai_dram"] for r in rows] + ridges) / 4, max([r["ai_dram"] for r in rows] + ridges) * 4
-    used = {p for p in peaks.values() if any(r["ridge_dram"] and abs(r["ridge_dram"] * bandwidth - p) < 1e-3 * p for r in rows)}
-    for peak in peaks.values():
-        if peak in used:
-            used.discard(peak)
+    ridges = [r["ridge_dram"] for r in rows if r["ridge_dram"]]
+    places = [r["ai_dram"] for r in rows] + (ridges or [1.0])
+    low, high = min(places) / 4, max(places) * 4
+    for peak in dict.fromkeys(peaks.values()):
+        if any(abs(ridge * bandwidth - peak) < 1e-3 * peak for ridge in ridges):  # of a dtype that some op has
             xs = [low, peak / bandwidth, high]
             ax.plot(xs, [min(peak, x * bandwidth) / 1e12 for x in xs], color="black", lw=1)
             same = ", ".join(n for n, p in peaks.items() if p == peak)
             ax.annotate(f"{same}: {peak / 1e12:.4g} TFLOP/s", (high, peak / 1e12), ha="right", va="bottom", fontsize=8)
     for phase, colour in COLOURS.items():
-        own = [r for r in rows if r["phase"] == phase]
-        ax.scatter([r["ai_dram"] for r in own], [r["flop"] / r["t_min_us"] / 1e6 for r in own], s=14, color=colour, label=phase, alpha=0.7) if own else None
+        if own := [r for r in rows if r["phase"] == phase]:
+            ax.scatter([r["ai_dram"] for r in own], [r["flop"] / r["t_min_us"] / 1e6 for r in own], s=14, color=colour, label=phase, alpha=0.7)
     ax.set(xscale="log", yscale="log", xlabel="useful FLOP a compulsory byte", ylabel="TFLOP/s at the least time", title=report.title)
     ax.title.set_fontsize(8)
     ax.legend(fontsize=8)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.errors import ConfigError, ShapeError, message
-from ..kernels.grid import RATIO_UNIT, check_block, grid_shape, keep_count, kept_elements, ratio_units
+from ..kernels.grid import RATIO_UNIT, check_block, clipped, grid_shape, keep_count, kept_elements, ratio_units
 from ..passes.settings.checks import one_of
 from .model_shapes import LinearShape, ModelShapes, positive
 
@@ -99,8 +99,7 @@ def loaded_elements(linear: LinearShape, block: tuple[int, int], ratio: float | 
     block, n = _checked(linear, block, ratio, mask)
     if mask is not None:
         return int(kept_elements(mask, linear.shape, block))
-    whole = min(block[0], linear.out_features) * min(block[1], linear.in_features)
-    return linear.count * min(n * whole, linear.elements)
+    return linear.count * min(n * math.prod(clipped(block, linear.shape)), linear.elements)
 
 
 def kept_bytes(
@@ -109,8 +108,7 @@ def kept_bytes(
     """Bytes of the lines of the kept blocks of `linear`, all `count` of them; exact with `mask`, else with every kept block whole."""
     block, n = _checked(linear, block, ratio, mask)
     if mask is None or not any(size % b for size, b in zip(linear.shape, block, strict=True)):
-        whole = [min(b, size) for b, size in zip(block, linear.shape, strict=True)]
-        return linear.count * n * block_lines(*whole, itemsize=itemsize, variant=variant) * LINE
+        return linear.count * n * block_lines(*clipped(block, linear.shape), itemsize=itemsize, variant=variant) * LINE
     rows, cols = (_sides(size, b, mask.device) for size, b in zip(linear.shape, block, strict=True))
     return int((mask * block_lines(rows[:, None], cols[None, :], itemsize=itemsize, variant=variant)).sum()) * LINE
 
