@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..analysis.devices import last_cache_bytes
+from ..analysis.cpu_speed import last_cache_bytes
 from ..bench.clock import flush_buffer
 from ..bench.stopwatch import Stopwatch, medians
 from ..errors import UnsupportedError

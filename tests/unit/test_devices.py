@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fxmask.analysis import devices
-from fxmask.analysis.devices import DEVICES, Device, cpu, device, last_cache_bytes, of_machine
+from fxmask.analysis.cpu_speed import last_cache_bytes
+from fxmask.analysis.devices import DEVICES, Device, cpu, device, of_machine
 from fxmask.errors import ConfigError
 
 # SMs, dense FLOP a clock and SM in 16 bits with tensor cores, boost clock: the chips' own arithmetic, which no datasheet's asterisk can double
