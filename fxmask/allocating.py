@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from .asked import check_model
+from .element_flop import element_flop
 from .kernels.errors import ConfigError, UnsupportedError, first_of, message, warn
-from .kernels.grid import grid_shape, keep_count, matrix_shape, ratio_keeping, ratio_units
-from .passes.counting import rules  # noqa: F401  (they register the costs of ops)
-from .passes.counting.capture import capture
-from .passes.counting.moves import work_of
-from .passes.counting.traced import arguments
-from .passes.counting.work import Target
+from .kernels.grid import clipped, grid_shape, keep_count, matrix_shape, ratio_keeping, ratio_units
 from .passes.finding.choose import Decision, choose
 from .passes.finding.conv import Kinds, find_layers, kinds_of
 from .passes.finding.patterns import Patterns, matches
@@ -129,9 +122,25 @@ def allocation_of(
             groups.setdefault(id(d.candidate.weight), []).append(d)
     layers = [g for g in groups.values() if not any(_is_pinned(d, changes) for d in g)]
     found = Allocation()
-    kept, items, (found.unit, found.total, found.budget) = _shares(model, layers, ratio, method, inputs, kwargs) if layers else ([], [], ("blocks", 0, 0))
-    found.spent = sum(i.spent(k) for i, k in zip(items, kept, strict=True))
-    found.kept, found.blocks = {}, {}
+    found.unit, found.total, found.budget, found.spent, found.kept, found.blocks = "blocks", 0, 0, 0, {}, {}
+    if not layers:
+        return found
+    weights, blocks = [g[0].candidate.weight for g in layers], [d.config.block for d, *_ in layers if d.config is not None]
+    uses = element_flop(model, layers, inputs, kwargs) if method == "flop" else [w.element_size() if method == "byte" else 1 for w in weights]
+    items, found.unit = _items([matrix_shape(w.shape) for w in weights], blocks, uses, method)
+    found.total = sum(i.whole for i in items)
+    if method == "uniform":
+        kept = [keep_count(i.blocks, ratio) for i in items]
+        found.budget = _spent(items, kept)
+    else:
+        found.budget = budget_of(found.total, ratio_units(ratio), up=method in ("erk", "global"))
+        check_budget(items, found.budget, ratio, found.unit)
+        if method == "erk":
+            kept = proportional(items, erk_densities([tuple(w.shape) for w in weights]), found.budget)
+        else:
+            scores = [mean_squares(_values(w, g), b) / u for w, g, b, u in zip(weights, layers, blocks, uses, strict=True)]
+            kept = ranked(items, scores, found.budget)
+    found.spent = _spent(items, kept)
     for group, item, k in zip(layers, items, kept, strict=True):
         for d in group:
             name = d.candidate.name
@@ -156,34 +165,21 @@ def _warn_of_starved(found: Allocation, ratio: float, method: str) -> None:
         warn(message(what, first_of(starved), f"{fix} overrides={{layer: dict(ratio=...)}} pins one."))
 
 
-def _shares(
-    model: nn.Module, layers: list[list[Decision]], ratio: float, method: str, inputs: Any, kwargs: Any
-) -> tuple[list[int], list[Item], tuple[str, int, int]]:
-    """(kept blocks of each layer, the layers as items, (unit, total, budget))."""
-    configs, weights = [g[0].config for g in layers], [g[0].candidate.weight for g in layers]
-    shapes, blocks = [matrix_shape(w.shape) for w in weights], [c.block for c in configs if c is not None]
+def _items(shapes: list[tuple[int, int]], blocks: list[tuple[int, int]], uses: list[int], method: str) -> tuple[list[Item], str]:
+    """The layers as what they cost, and its unit. uses: what a weight element of each costs in FLOP or bytes."""
     counts = [math.prod(grid_shape(s, b)) for s, b in zip(shapes, blocks, strict=True)]
-    units = ratio_units(ratio)
     if method in ("flop", "byte"):
-        uses = _uses(model, layers, inputs, kwargs) if method == "flop" else [w.element_size() for w in weights]
-        areas = [min(b[0], s[0]) * min(b[1], s[1]) for s, b in zip(shapes, blocks, strict=True)]
-        items = [Item(n, a * u, math.prod(s) * u) for n, a, s, u in zip(counts, areas, shapes, uses, strict=True)]
-        unit = "FLOP" if method == "flop" else "bytes"
-    else:
-        uses, areas = [1] * len(layers), [math.prod(b) for b in blocks]
-        size = math.gcd(*areas)  # one block, where all have one size
-        items = [Item(n, a // size, n * (a // size)) for n, a in zip(counts, areas, strict=True)]
-        unit = "blocks" if len(set(areas)) == 1 else f"times {size} elements" if size > 1 else "elements"
-    total = sum(i.whole for i in items)
-    if method == "uniform":
-        kept = [keep_count(n, ratio) for n in counts]
-        return kept, items, (unit, total, sum(i.spent(k) for i, k in zip(items, kept, strict=True)))
-    budget = budget_of(total, units, up=method in ("erk", "global"))
-    check_budget(items, budget, ratio, unit)
-    if method == "erk":
-        return proportional(items, erk_densities([tuple(w.shape) for w in weights]), budget), items, (unit, total, budget)
-    scores = [mean_squares(_values(w, g), b) / u for w, g, b, u in zip(weights, layers, blocks, uses, strict=True)]
-    return ranked(items, scores, budget), items, (unit, total, budget)
+        each = [math.prod(clipped(b, s)) * u for s, b, u in zip(shapes, blocks, uses, strict=True)]
+        items = [Item(n, e, math.prod(s) * u) for n, e, s, u in zip(counts, each, shapes, uses, strict=True)]
+        return items, "FLOP" if method == "flop" else "bytes"
+    areas = [math.prod(b) for b in blocks]
+    size = math.gcd(*areas)  # one block, where all have one size
+    unit = "blocks" if len(set(areas)) == 1 else f"times {size} elements" if size > 1 else "elements"
+    return [Item(n, a // size, n * (a // size)) for n, a in zip(counts, areas, strict=True)], unit
+
+
+def _spent(items: list[Item], kept: list[int]) -> int:
+    return sum(i.spent(k) for i, k in zip(items, kept, strict=True))
 
 
 def _values(weight: Tensor, group: list[Decision]) -> Tensor:
@@ -191,29 +187,3 @@ def _values(weight: Tensor, group: list[Decision]) -> Tensor:
         what = f"allocation by scores needs the weights' values: expected real memory, got a {'meta' if weight.is_meta else 'fake'} tensor."
         raise UnsupportedError(message(what, group[0].candidate.name, "materialise the model first, or use method='erk' (of fxmask.apply: allocation='erk')."))
     return weight.detach()
-
-
-def _uses(model: nn.Module, layers: Sequence[list[Decision]], inputs: Any, kwargs: Any) -> list[int]:
-    """FLOP of one weight element of each layer in a forward: twice the tokens that it meets, over all calls."""
-    args, named = arguments({} if inputs is None else inputs, kwargs)
-    if not any(isinstance(t, Tensor) for t in tree_leaves((args, named))):
-        what = f"method='flop' counts the tokens of each layer: expected inputs= with the model's arguments, got {type(inputs).__name__}."
-        raise ConfigError(message(what, "fxmask.allocate", "a tensor, a tuple of arguments, or a dict of keyword arguments; shapes are enough (meta tensors)."))
-    by_weight: Counter[str] = Counter()
-    by_module: Counter[tuple[str, int]] = Counter()  # of weights that are computed from several parameters
-    with torch.no_grad():
-        calls = capture(model, args, named, False, None, None).calls
-    for w in (w for c in calls for w in work_of(c, Target())):
-        if w.phase == "fwd" and w.m and w.weight and w.call is not None:
-            by_weight[w.weight] += w.cost.flop_useful
-            by_module[w.call.module, w.elements] += w.cost.flop_useful
-    uses = []
-    for group in layers:
-        flop = sum(by_weight[d.candidate.param_name] for d in group)
-        flop = flop or sum(by_module[d.candidate.name, d.candidate.weight.numel()] for d in group)
-        if not flop:
-            name = group[0].candidate.name
-            what = f"no FLOP of {name!r} in a forward with these inputs: expected every layer to be reached."
-            raise ConfigError(message(what, name, f"exclude={name!r}, or inputs that reach it."))
-        uses.append(flop // group[0].candidate.weight.numel())
-    return uses
