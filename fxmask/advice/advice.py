@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import nn
 
 from ..bench.provenance import provenance, utc
 from ..report import Report
 from .layers import Layer
 from .plan import Plan, best_block, expected, holding, part_of_step
 from .search import Cell, Timed
+from .trial import Trial
 
 
 class Advice(Report):
@@ -33,58 +33,73 @@ class Advice(Report):
         return super().to_dict() | {"plans": numbers, "apply": self.arguments, "gain": self.gain}
 
 
+@dataclass(frozen=True)
+class Known:
+    """What was timed, and what comes of it. `dense`: seconds of a dense step; `trials`: gain by ratio of the plans that were tried."""
+
+    layers: list[Layer]
+    timed: list[Timed]
+    cells: list[Cell]
+    plans: list[Plan]
+    plan: Plan | None  # that is advised
+    dense: float
+    trials: dict[float, float]
+
+    @property
+    def linears(self) -> int:
+        """How many there are that could be masked."""
+        return sum(1 + len(layer.others) for layer in self.layers)
+
+
 def advice_of(
-    model: nn.Module, layers: list[Layer], found: list[Timed], made: list[Plan], plan: Plan | None, dense: float, target: float, refresh: int,
-    options: dict[str, Any], device: torch.device, loads: tuple[float | None, float | None], cells: list[Cell], notes: list[str], took: float,
-    narrowed: bool, steps: bool, trials: dict[float, float],
-) -> Advice:  # fmt: skip
-    where = {layer.name: t for t in found for layer in t.layers}
-    part = part_of_step(found, dense)
-    rows = [_row(layer, where.get(layer.name), [p.ratio for p in made], dense / part) for layer in layers]
-    at = provenance(device)
-    linears = sum(1 + len(layer.others) for layer in layers)
-    summary: dict[str, Any] = {"dense step": f"{1e3 * dense:.4g} ms"}
-    summary |= {f"at {100 * p.ratio:g} %": _words(p, found, cells, linears) for p in made}
-    if plan is None:
-        best = max(holding(made, trials), key=lambda p: expected(p, trials), default=None)
-        most = f"; the most is {expected(best, trials):.2f}, at {100 * best.ratio:g} %" if best else "" if trials else ": no layer is faster masked"
-        summary["advice"] = f"leave it dense: nothing reaches {float(target):g} times as fast{most}"
-        if not any(t.cells for t in found) and any(t.left_out for t in found):
-            summary["advice"] = "none: nothing was timed in that time"
-    else:
-        kept = all(t.kept_step for t in found if any(layer.name in plan.blocks for layer in t.layers))
-        summary["advice"] = _call(plan, refresh, options, None if narrowed else linears, kept, steps)
-        if plan.ratio in trials:
-            summary["advice"] += f", {trials[plan.ratio]:.2f} when tried: {expected(plan, trials):.2f} expected"
-    high = max((v for v in loads if v is not None), default=0.0)
-    if device.type == "cpu" and high > (os.cpu_count() or 1):
-        notes.append(f"The machine was busy: load {high:.1f} on {os.cpu_count()} cores; ask again when it is idle.")
-    left = _left(found)
-    if left:
-        notes.append(f"{left} of {len(cells) * len(found)} combinations of layer, block and ratio were not timed: the time was spent; seconds= gives more.")
-    if part < 1:
-        what = f"One by one and from cold caches the layers took {1 / part:.2f} times as long as the whole step, so that dense_ms are higher than in the step"
-        notes.append(f"{what}: shares of the step, and what is saved of it, are of dense_ms times {part:.2f}.")
-    if any(p.blocks for p in made):
-        notes.append("Times are of eager steps. What a ratio costs in accuracy is another matter: docs/accuracy.md.")
-    title = f"fxmask.advise: {type(model).__name__} on {at['device']}" + (f", {at['threads']} threads" if at["threads"] else "") + f", {utc()}, {took:.0f} s"
-    out = Advice(title, rows, notes, summary)
-    out.plans, out.plan, out.arguments = made, plan, None if plan is None else plan.arguments(refresh, options)
-    out.tried = None if plan is None else trials.get(plan.ratio)
-    out.gain = 1.0 if plan is None else expected(plan, trials)
+    trial: Trial, known: Known, target: float, narrowed: bool, notes: list[str], loads: tuple[float | None, float | None], took: float
+) -> Advice:
+    """What is returned. narrowed: the caller chose the layers; loads: of the machine, before and after; took: seconds."""
+    where = {layer.name: t for t in known.timed for layer in t.layers}
+    part, plan = part_of_step(known.timed, known.dense), known.plan
+    rows = [_row(layer, where.get(layer.name), [p.ratio for p in known.plans], known.dense / part) for layer in known.layers]
+    summary: dict[str, Any] = {"dense step": f"{1e3 * known.dense:.4g} ms"}
+    summary |= {f"at {100 * p.ratio:g} %": _words(p, known) for p in known.plans}
+    summary["advice"] = _left_dense(known, target) if plan is None else _call(plan, trial, known, narrowed)
+    at = provenance(trial.device)
+    title = f"fxmask.advise: {type(trial.model).__name__} on {at['device']}" + (f", {at['threads']} threads" if at["threads"] else "")
+    out = Advice(f"{title}, {utc()}, {took:.0f} s", rows, [*notes, *_notes(trial, known, part, loads)], summary)
+    out.plans, out.plan, out.arguments = known.plans, plan, None if plan is None else plan.arguments(trial.refresh, trial.options)
+    out.tried = None if plan is None else known.trials.get(plan.ratio)
+    out.gain = 1.0 if plan is None else expected(plan, known.trials)
     return out
 
 
-def _left(found: list[Timed]) -> int:
-    return sum(t.left_out for t in found)
+def _notes(trial: Trial, known: Known, part: float, loads: tuple[float | None, float | None]) -> Iterator[str]:
+    high = max((v for v in loads if v is not None), default=0.0)
+    if trial.device.type == "cpu" and high > (os.cpu_count() or 1):
+        yield f"The machine was busy: load {high:.1f} on {os.cpu_count()} cores; ask again when it is idle."
+    if left := sum(t.left_out for t in known.timed):
+        every = len(known.cells) * len(known.timed)
+        yield f"{left} of {every} combinations of layer, block and ratio were not timed: the time was spent; seconds= gives more."
+    if part < 1:
+        what = f"One by one and from cold caches the layers took {1 / part:.2f} times as long as the whole step, so that dense_ms are higher than in the step"
+        yield f"{what}: shares of the step, and what is saved of it, are of dense_ms times {part:.2f}."
+    if any(p.blocks for p in known.plans):
+        yield "Times are of eager steps. What a ratio costs in accuracy is another matter: docs/accuracy.md."
 
 
-def _words(plan: Plan, found: list[Timed], cells: list[Cell], linears: int) -> str:
+def _left_dense(known: Known, target: float) -> str:
+    """Why nothing is advised."""
+    if not any(t.cells for t in known.timed) and any(t.left_out for t in known.timed):
+        return "none: nothing was timed in that time"
+    said = f"leave it dense: nothing reaches {float(target):g} times as fast"
+    if best := max(holding(known.plans, known.trials), key=lambda p: expected(p, known.trials), default=None):
+        return f"{said}; the most is {expected(best, known.trials):.2f}, at {100 * best.ratio:g} %"
+    return said if known.trials else f"{said}: no layer is faster masked"
+
+
+def _words(plan: Plan, known: Known) -> str:
     """A plan in a line; with how many linears the time did not reach at its ratio, of which nothing is known."""
-    missed = sum(1 + len(layer.others) for t in found if t.missed(plan.ratio, cells) for layer in t.layers)
-    if missed and all(ratio != plan.ratio for t in found for _, ratio in t.cells):
+    missed = sum(1 + len(layer.others) for t in known.timed if t.missed(plan.ratio, known.cells) for layer in t.layers)
+    if missed and all(ratio != plan.ratio for t in known.timed for _, ratio in t.cells):
         return "not timed"
-    return plan.words(linears) + (f"; {missed} of {linears} linears were not timed" if missed else "")
+    return plan.words(known.linears) + (f"; {missed} of {known.linears} linears were not timed" if missed else "")
 
 
 def _row(layer: Layer, timed: Timed | None, ratios: list[float], dense: float) -> dict[str, Any]:
@@ -100,15 +115,17 @@ def _row(layer: Layer, timed: Timed | None, ratios: list[float], dense: float) -
     return row | {"why": "" if any(timed.cells) else "no block fits" if not timed.left_out else "the time was spent"}
 
 
-def _call(plan: Plan, refresh: int, options: dict[str, Any], linears: int | None, kept_step: bool, steps: bool) -> str:
-    """The calls that do it, with many names cut short. `linears`: how many apply would mask by default, None where the caller chose."""
-    given = plan.arguments(refresh, {k: v for k, v in options.items() if v not in ("masked", "auto")})
-    if len(plan.blocks) == linears:
+def _call(plan: Plan, trial: Trial, known: Known, narrowed: bool) -> str:
+    """The calls that do it, with many names cut short, and what they gain."""
+    given = plan.arguments(trial.refresh, {k: v for k, v in trial.options.items() if v not in ("masked", "auto")})
+    if len(plan.blocks) == known.linears and not narrowed:  # all that apply would mask by default
         given.pop("include")
     elif len(given["include"]) > 4:
         given["include"] = f"<{len(plan.blocks)} linears, see .arguments>"
     if len(given.get("overrides", {})) > 4:
         given["overrides"] = f"<{len(given['overrides'])} linears, see .arguments>"
     call = ", ".join(f"{k}={v}" if isinstance(v, str) and v.startswith("<") else f"{k}={v!r}" for k, v in given.items())
-    guard = f"; fxmask.guard(optimizer, model{', masked_step=True' if kept_step else ''})" if steps else ""
-    return f"fxmask.apply(model, {call}){guard}: {plan.gain:.2f} times as fast predicted"
+    kept_step = all(t.kept_step for t in known.timed if any(layer.name in plan.blocks for layer in t.layers))
+    guard = f"; fxmask.guard(optimizer, model{', masked_step=True' if kept_step else ''})" if trial.make is not None else ""
+    said = f"fxmask.apply(model, {call}){guard}: {plan.gain:.2f} times as fast predicted"
+    return f"{said}, {known.trials[plan.ratio]:.2f} when tried: {expected(plan, known.trials):.2f} expected" if plan.ratio in known.trials else said

@@ -25,7 +25,7 @@ from ..passes.settings.checks import at_least
 from ..passes.settings.config import WeightMask
 from ..pruning import any_pruned
 from ..sites import any_masked
-from .advice import Advice, advice_of
+from .advice import Advice, Known, advice_of
 from .layers import Layer, layers_of
 from .plan import chosen, plans
 from .search import Cell, check_cells, device_of, search
@@ -113,8 +113,8 @@ def advise(
             trials[plan.ratio] = tried[0] / tried[1]
             notes.append(outcome(plan, tried, target))
     loads, took = (load, load_average()), time.perf_counter() - begin
-    narrowed, steps = include is not None or exclude is not None, optimizer is not None
-    return advice_of(model, layers, found, made, plan, dense, target, refresh, options, device, loads, cells, notes, took, narrowed, steps, trials)
+    known, narrowed = Known(layers, found, cells, made, plan, dense, trials), include is not None or exclude is not None
+    return advice_of(trial, known, target, narrowed, notes, loads, took)
 
 
 def _check(model: Any, target: Any, ratios: Any, blocks: Any, refresh: Any, seconds: Any, optimizer: Any, loss: Any, check: Any) -> list[Cell]:

@@ -11,11 +11,12 @@ from torch import nn
 
 import fxmask
 from fxmask.advice import search as searching
-from fxmask.advice.advice import advice_of
+from fxmask.advice.advice import Known, advice_of
 from fxmask.advice.layers import Layer, Seen
 from fxmask.advice.plan import PAYS, best_block, chosen, part_of_step, plans
 from fxmask.advice.search import Timed, check_cells, order_of, search, whole
-from fxmask.advice.step import KEEP, page_faults, usage
+from fxmask.advice.step import KEEP, mean_square, page_faults, usage
+from fxmask.advice.trial import Trial
 from fxmask.advice.unit import Times
 from fxmask.bench.provenance import allocator
 
@@ -30,6 +31,11 @@ def layer(name: str, n: int = 256, k: int = 256, tokens: int = 100, others: tupl
 def timed(layers: list[Layer], dense: float, cells: dict, refresh: int = 10) -> Timed:
     """`cells`: {(block, ratio): seconds of the masked layer}."""
     return Timed(layers, Times(dense, 0.0), {c: (Times(dense, 0.0), Times(t, 0.0)) for c, t in cells.items()}, refresh)
+
+
+def told(known: Known, narrowed: bool = False, make=torch.optim.AdamW):
+    trial = Trial(nn.Identity(), ((), {}), mean_square, make, 10, {"backward": "masked", "impl": "auto"}, torch.device("cpu"))
+    return advice_of(trial, known, 1.05, narrowed, [], (None, None), 1.0)
 
 
 def test_the_step_is_the_dense_one_less_what_paying_layers_save():
@@ -62,10 +68,7 @@ def test_shares_add_up_to_no_more_than_the_step(step):
     """Tiny layers take longer alone, from cold caches, than all together."""
     found = [timed([layer("a"), layer("b")], 0.3, {(B64, 0.8): 0.2}), timed([layer("c")], 0.2, {(B64, 0.8): 0.3})]
     made, layers = plans(found, [0.8], step), [x for t in found for x in t.layers]
-    options = {"backward": "masked", "impl": "auto"}
-    report = advice_of(
-        nn.Identity(), layers, found, made, None, step, 1.05, 10, options, torch.device("cpu"), (None, None), [(B64, 0.8)], [], 1.0, False, True, {}
-    )
+    report = told(Known(layers, found, [(B64, 0.8)], made, None, step, {}))
     shares, said = [r["share_of_step"] for r in report.rows], [n for n in report.notes if "dense_ms are higher than in the step" in n]
     assert sum(shares) == pytest.approx(min(1.0, 0.8 / step)) and shares[0] == pytest.approx(1.5 * shares[2])
     assert len(said) == (step == 0.4) and all("took 2.00 times as long" in n and "of dense_ms times 0.50" in n for n in said)
@@ -77,9 +80,9 @@ def test_a_ratio_says_which_layers_the_time_did_not_reach():
     known = timed([layer("a")], 0.3, {(B64, 0.8): 0.1, (B64, 0.5): 0.4})
     open_, lost = timed([layer("b", others=("c",))], 0.2, {(B64, 0.8): 0.1}), timed([layer("d")], 0.2, {(B64, 0.8): 0.3})
     known.left_out, open_.left_out = 1, 2
-    found, options = [known, open_, lost], {"backward": "masked", "impl": "auto"}
+    found = [known, open_, lost]
     made, layers = plans(found, [0.3, 0.5, 0.8], 1.0), [x for t in found for x in t.layers]
-    report = advice_of(nn.Identity(), layers, found, made, None, 1.0, 1.05, 10, options, torch.device("cpu"), (None, None), cells, [], 1.0, False, True, {})
+    report = told(Known(layers, found, cells, made, None, 1.0, {}))
     said = {at: words.partition("linears")[2] or words for at, words in report.summary.items() if at.startswith("at ")}
     assert report.summary["at 50 %"] == "no layer pays; 2 of 4 linears were not timed"
     assert said["at 30 %"] == "not timed" and "timed" not in said["at 80 %"]
@@ -89,13 +92,12 @@ def test_a_printed_call_names_no_more_than_four_layers_and_its_arguments_name_al
     layers = [layer(name) for name in "abcdefghijk"]
     found = [timed(layers[:6], 0.1, {(B64, 0.8): 0.05}), timed(layers[6:], 0.1, {(B32, 0.8): 0.05})]
     (made,) = plans(found, [0.8], 2.0)
-    given = {"found": found, "made": [made], "plan": made, "dense": 2.0, "target": 1.05, "refresh": 10, "options": {"backward": "masked", "impl": "auto"}}
-    given |= {"device": torch.device("cpu"), "loads": (None, None), "cells": [(B64, 0.8)], "notes": [], "took": 1.0, "steps": False, "trials": {}}
-    some = advice_of(nn.Identity(), layers, **given, narrowed=True)
+    known = Known(layers, found, [(B64, 0.8)], [made], made, 2.0, {})
+    some = told(known, narrowed=True, make=None)
     call = "fxmask.apply(model, ratio=0.8, block=(64, 64), refresh=10, include={}, overrides=<5 linears, see .arguments>)"
     assert some.summary["advice"].startswith(call.format("<11 linears, see .arguments>"))
     assert some.arguments["include"] == list("abcdefghijk") and some.arguments["overrides"] == {name: {"block": B32} for name in "ghijk"}
-    every = advice_of(nn.Identity(), layers, **given, narrowed=False)
+    every = told(known, make=None)
     assert every.summary["advice"].startswith(call.replace(" include={},", ""))
 
 
