@@ -9,6 +9,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -84,24 +85,31 @@ def search(
     for layer in layers:
         if not layer.why:
             groups.setdefault(layer.signature, []).append(layer)
-    work = sorted(groups.values(), key=lambda g: -len(g) * g[0].tokens * g[0].weight.numel())
-    units: list[tuple[Timed, Unit | None]] = []
-    for group in work:
+    found: list[Timed] = []
+    units: list[tuple[Timed, Unit]] = []
+    for group in sorted(groups.values(), key=lambda g: -len(g) * g[0].tokens * g[0].weight.numel()):
         if time.perf_counter() < until:
             made = Unit(group[0], make)
-            units.append((Timed(group, made.dense_times, {}, refresh), made))
+            found.append(Timed(group, made.dense_times, {}, refresh))
+            units.append((found[-1], made))
         else:
-            units.append((Timed(group, Times(0.0, 0.0), {}, refresh, len(cells), "the time was spent"), None))
-    for again, cell in [(bool(turn), cell) for turn in range(ROUNDS) for cell in cells]:
-        for timed, unit in units:
-            if unit is None or (cell not in timed.cells if again else timed.settled(cell) or whole(timed.layers[0], cell)):
-                continue
-            if time.perf_counter() >= (enough if again else until):
-                timed.left_out += not again
-                continue
-            timed.add(cell, unit.masked(WeightMask(ratio=cell[1], block=cell[0], refresh=0, **options)))
-            timed.kept_step = unit.kept_step
-    return [timed for timed, _ in units]
+            found.append(Timed(group, Times(0.0, 0.0), {}, refresh, len(cells), "the time was spent"))
+
+    def measure(timed: Timed, unit: Unit, cell: Cell) -> None:
+        timed.add(cell, unit.masked(WeightMask(ratio=cell[1], block=cell[0], refresh=0, **options)))
+        timed.kept_step = unit.kept_step
+
+    for cell, (timed, unit) in product(cells, units):
+        if timed.settled(cell) or whole(timed.layers[0], cell):
+            continue
+        if time.perf_counter() < until:
+            measure(timed, unit, cell)
+        else:
+            timed.left_out += 1
+    for _, cell, (timed, unit) in product(range(1, ROUNDS), cells, units):
+        if cell in timed.cells and time.perf_counter() < enough:
+            measure(timed, unit, cell)
+    return found
 
 
 def whole(layer: Layer, cell: Cell) -> bool:
@@ -115,13 +123,16 @@ def check_cells(blocks: Sequence[Any], ratios: Sequence[Any]) -> list[Cell]:
     """Blocks and ratios as the caller gave them, as cells. ConfigError for what WeightMask refuses, and for a ratio of 0."""
     if any(isinstance(s, str) or not isinstance(s, Iterable) or getattr(s, "ndim", 1) == 0 or not list(s) for s in (blocks, ratios)):
         raise ConfigError(f"advise: expected blocks and ratios as sequences with at least one each, got blocks={blocks!r}, ratios={ratios!r}.")
-    pairs = [(n, n) if (n := plain_int(b)) is not None else tuple(b) if isinstance(b, list) else b for b in blocks]
-    for b in pairs:
-        for r in ratios:
-            c = WeightMask(ratio=r, block=b)
-            if c.ratio == 0:
-                raise ConfigError(f"advise: expected ratios above 0, got {r!r}: nothing would be masked.")
-    return order_of([WeightMask(block=b).block for b in pairs], [float(r) for r in ratios])
+    for r in ratios:
+        if WeightMask(ratio=r).ratio == 0:
+            raise ConfigError(f"advise: expected ratios above 0, got {r!r}: nothing would be masked.")
+    return order_of([WeightMask(block=_sides(b)).block for b in blocks], [float(r) for r in ratios])
+
+
+def _sides(block: Any) -> Any:
+    """One number is both sides; what is no block is left to WeightMask."""
+    n = plain_int(block)
+    return (n, n) if n is not None else tuple(block) if isinstance(block, list) else block
 
 
 def device_of(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> torch.device:

@@ -42,10 +42,7 @@ def stepper(
 
     def step() -> None:
         torch.clear_autocast_cache()  # of the step before, where the caller's autocast is around them all
-        if optimizer is not None:
-            optimizer.zero_grad(set_to_none=True)
-        else:
-            model.zero_grad(set_to_none=True)
+        (model if optimizer is None else optimizer).zero_grad(set_to_none=True)
         value = loss(model(*args, **kwargs))
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
             got = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -51,13 +51,13 @@ class Unit:
         self.share, self.kept_step = 1.0, False
         self.inputs = [_input(c, self.device) for c in layer.calls]
         self.dense = self._linear()
-        self.run_dense = self._runner(self.dense, None)
+        self.run_dense = self._runner(self.dense, self._optimizer(self.dense))
         self.run_dense()
         took = self.run_dense()[0]
         if took > LONG and layer.tokens > FEWEST:
             self.inputs = [_fewer(x, max(FEWEST / layer.tokens, LONG / took)) for x in self.inputs]
             self.share = sum(x[..., 0].numel() for x in self.inputs) / layer.tokens
-            self.run_dense = self._runner(self.dense, None)
+            self.run_dense = self._runner(self.dense, self._optimizer(self.dense))
             self.run_dense()
         self.dense_times = self._times([self.run_dense() for _ in range(3)])
 
@@ -71,12 +71,14 @@ class Unit:
         made.weight.requires_grad_(self.layer.weight.requires_grad)
         return made
 
+    def _optimizer(self, linear: nn.Linear) -> torch.optim.Optimizer | None:
+        trained = [p for p in linear.parameters() if p.requires_grad]
+        return self.make(trained) if self.make and linear.weight.requires_grad else None
+
     def _runner(self, linear: nn.Linear, optimizer: torch.optim.Optimizer | None) -> Callable[[], tuple[float, float]]:
         """A call that takes one training step of the layer and returns the seconds of (both passes, the optimiser's step)."""
-        inputs, trained = self.inputs, linear.weight.requires_grad
-        optimizer = optimizer or (self.make([p for p in linear.parameters() if p.requires_grad]) if self.make and trained else None)
+        inputs, kind = self.inputs, self.device.type
         gradients: list[Tensor] = []
-        kind = self.device.type
 
         def passes() -> None:
             out = []
@@ -94,10 +96,7 @@ class Unit:
             torch.clear_autocast_cache()  # of the step before, where the caller's autocast is around them all
             for x in inputs:
                 x.grad = None
-            if optimizer is not None:
-                optimizer.zero_grad(set_to_none=True)
-            else:
-                linear.zero_grad(set_to_none=True)
+            (linear if optimizer is None else optimizer).zero_grad(set_to_none=True)
             self.flush()
             took = self.watch(passes)
             if optimizer is None:
@@ -115,8 +114,7 @@ class Unit:
         """Times of the dense and of the masked layer, from the same turns. What is measured when a layer first runs, such as a plan, is not counted."""
         linear = self._linear()
         apply(linear, config, exclude=())  # the layer was chosen where the model was looked at
-        trained = [p for p in linear.parameters() if p.requires_grad]
-        optimizer = self.make(trained) if self.make and linear.weight.requires_grad else None
+        optimizer = self._optimizer(linear)
         handle = None if optimizer is None else guarded(optimizer, linear)
         self.kept_step = handle is not None and bool(handle.masked_step)
         run = self._runner(linear, optimizer)
