@@ -21,6 +21,7 @@ from ..passes.state.saliency import GIVEN
 from ..passes.state.site_mask import mask_outside
 from ..report import Report
 from ..sites import required_sites, sites_in_force, values_of
+from .health_checks import fits
 from .health_file import appended, keep_until, log_path, rows_of, write
 from .health_plots import curves, heatmaps
 from .health_signs import signs
@@ -82,8 +83,8 @@ class HealthLog:
             self.rows += rows
             if file is not None:
                 write(file, rows)
-        for row, norms in looked:  # last, as a filter may make them errors
-            self._warn(row["name"], *norms)
+        for row, told in looked:  # last, as a filter may make them errors
+            self._warn(row["name"], *told)
         return self.report()
 
     def _row(self, name: str, site: state.Site, w: Tensor, mask: Tensor, rests: bool) -> tuple[dict[str, Any], tuple[bool, int, float, float]]:
@@ -129,20 +130,21 @@ class HealthLog:
         return last
 
     def _warn(self, name: str, moves: bool, quiet: int, held: float, total: float) -> None:
-        if moves and quiet >= self.still and ("still", name) not in self._said:
-            self._said.add(("still", name))
+        if moves and quiet >= self.still:
             what = f"the mask of {name} has stopped moving: no block changed place in {quiet} updates, though it is built anew."
-            warn(f"{what} Masks by magnitude let go of nothing once masked weights rest; a ramp of the ratio, backward='ste' or 'rigl', or cover=True "
-                          "are ways out; refresh=0 keeps it on purpose.")  # fmt: skip
-        if not math.isfinite(total) and ("finite", name) not in self._said:
-            self._said.add(("finite", name))
+            fix = "a ramp of the ratio, backward='ste' or 'rigl', or cover=True are ways out; refresh=0 keeps it on purpose."
+            self._once("still", name, f"{what} Masks by magnitude let go of nothing once masked weights rest; {fix}")
+        if not math.isfinite(total):
             what = f"the weight {name} is not finite: expected a finite sum of squares, got {total}"
             where = "in masked blocks alone" if math.isfinite(held) else "in kept blocks, so that the layer's output is not finite either"
-            warn(f"{what}, {where}. Go back to a checkpoint from before it.")
-        if not held and ("dead", name) not in self._said:
-            self._said.add(("dead", name))
-            what = f"the layer of {name} has died: its kept blocks hold 0 of the weight's norm."
-            warn(f"{what} Its output is its bias alone.")
+            self._once("finite", name, f"{what}, {where}. Go back to a checkpoint from before it.")
+        if not held:
+            self._once("dead", name, f"the layer of {name} has died: its kept blocks hold 0 of the weight's norm. Its output is its bias alone.")
+
+    def _once(self, what: str, name: str, words: str) -> None:
+        if (what, name) not in self._said:
+            self._said.add((what, name))
+            warn(words)
 
     def report(self) -> Report:
         """The rows of the latest update; totals in the summary."""
@@ -159,8 +161,8 @@ class HealthLog:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on where a saved log stopped; StateError for what is none, or one of other weights, and where the file of the path is no log's."""
         found = {name: site for name, site, _ in required_sites(self.model, "HealthLog.load_state_dict")}
-        names = {name: {grid_shape(s._fxmask_shape, c.block) for c in in_turn(s._fxmask_given)} for name, s in found.items()}
-        if not _fits(saved, names):
+        grids = {name: {grid_shape(s._fxmask_shape, c.block) for c in in_turn(s._fxmask_given)} for name, s in found.items()}
+        if not fits(saved, grids):
             what = "HealthLog.load_state_dict: expected what state_dict returned for this model's masks, got other keys, names or shapes."
             raise StateError(message(what, fix="make the log of the same model, masked with the same blocks."))
         rows = rows_of(self.path) if self.path is not None and self.path.exists() else None
@@ -185,27 +187,3 @@ class HealthLog:
             raise ConfigError(f"heatmap: expected names among {', '.join(self.activity) or '(no update yet)'}, got {unknown or 'a log without updates'}.")
         seen = {n: 1 + self.updates - self._last[n]["since"] for n in names or self.activity}
         return heatmaps({n: self.activity[n] / updates for n, updates in seen.items()}, path)
-
-
-def _fits(saved: Any, names: dict[str, set[tuple[int, int]]]) -> bool:
-    """Whether it is what `state_dict` returns of these weights, each of one of these numbers of blocks."""
-    if not isinstance(saved, dict) or set(saved) != {"updates", "last", "activity"} or not all(isinstance(saved[k], dict) for k in ("last", "activity")):
-        return False
-    if not _counts(saved["updates"]) or set(saved["last"]) != set(saved["activity"]) or not set(saved["last"]) <= set(names):
-        return False
-    for name, e in saved["last"].items():
-        if not isinstance(e, dict) or not all(_counts(e.get(k, missing)) for k, missing in (("flips", None), ("quiet", None), ("since", 1))):
-            return False
-        block = e.get("block", (1, 1))  # one of earlier logs names none
-        if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(_counts(n) for n in block):
-            return False
-        held = [t for t in (e.get("mask"), e.get("age"), saved["activity"][name]) if isinstance(t, Tensor)]
-        shapes = {tuple(t.shape) for t in held}
-        kinds = [(t.dtype, t.layout) for t in held]
-        if kinds != [(d, torch.strided) for d in (torch.bool, torch.int64, torch.int64)] or len(shapes) > 1 or not shapes <= names[name]:
-            return False
-    return True
-
-
-def _counts(n: Any) -> bool:
-    return type(n) is int and n >= 0
