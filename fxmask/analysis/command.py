@@ -83,19 +83,16 @@ def check_formats(given: list[str] | None, out: Path | None, printed: bool = Fal
 
 
 def masked(model: nn.Module, a: argparse.Namespace, **options: Any) -> None:
-    """Apply the masks that were asked for."""
+    """Apply the masks that were asked for, if any."""
     if a.ratio is not None:
         options |= {name: value for name in MASK_OPTIONS[1:] if (value := getattr(a, name)) is not None}
         apply(model, ratio=a.ratio, block=models.make_block("16x16" if a.block is None else a.block), **options)
 
 
-def main(a: argparse.Namespace) -> int:
-    """Build, mask, analyse, print or write."""
-    if a.plot and a.out is None:
-        raise ConfigError("--plot writes into a folder: expected -o DIR, got none.")
-    out = None if a.out is None else place(a.out, FORMATS)
-    if a.plot and out is not None and out.suffix in FORMATS:
-        raise ConfigError(f"--plot writes into a folder: expected -o DIR, got the file {a.out!r}.")
+def _check(a: argparse.Namespace, out: Path | None) -> None:
+    """ConfigError for options that do not go together."""
+    if a.plot and (out is None or out.suffix in FORMATS):
+        raise ConfigError(f"--plot writes into a folder: expected -o DIR, got {'none' if out is None else f'the file {a.out!r}'}.")
     if a.explain and a.format and out is None:
         raise ConfigError(f"--explain prints text: expected no --format without -o, got {', '.join(a.format)}.\n  fix: leave it out, or give -o DIR, too.")
     if len(asked := [f"--{name}" for name in ("explain", "table", "compare") if getattr(a, name)]) > 1:
@@ -104,6 +101,12 @@ def main(a: argparse.Namespace) -> int:
         raise ConfigError("--table thesis: expected --memory-model thesis, which makes it, got none.\n  fix: add it.")
     check_formats(a.format, out, bool(a.table))
     check_mask_options(a, ("compare",))
+
+
+def main(a: argparse.Namespace) -> int:
+    """Build, mask, analyse, print or write."""
+    out = None if a.out is None else place(a.out, FORMATS)
+    _check(a, out)
     dtype = getattr(torch, a.dtype, None) if a.dtype else None
     if a.dtype and not isinstance(dtype, torch.dtype):
         raise ConfigError(f"--dtype: expected a floating dtype of torch, such as bfloat16, got {a.dtype!r}.")
@@ -120,12 +123,9 @@ def main(a: argparse.Namespace) -> int:
                 memory_model=a.memory_model, masked_step=True if a.masked_step else None,
             )  # fmt: skip
 
-    plain = run() if a.compare or a.ratio is None else None
-    report = plain
-    if a.ratio is not None:
-        masked(model, a)
-        report = run()
-    assert report is not None
+    plain = run() if a.compare else None
+    masked(model, a)
+    report = run()
     if any("have no values" in n for n in report.notes):
         report.notes.append(WITHOUT_VALUES)
     said = _said(a, report, plain)  # before anything is written: what cannot be said leaves no files
@@ -146,7 +146,7 @@ def _said(a: argparse.Namespace, report: Analysis, plain: Analysis | None) -> st
     if a.table:
         form = (a.format or ["text"])[0]
         return "\n\n".join(report.printed(t, form) for t in a.table)
-    if a.compare and plain is not None and plain is not report:
+    if plain is not None:  # --compare
         both = plain.compare(report)
         both.notes += [n for n in report.notes if n not in both.notes]
         return formatted(both, a.format[0]) if a.format and a.out is None else str(both)
