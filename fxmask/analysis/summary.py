@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..passes.counting.recording import Recording
@@ -121,24 +121,26 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
 
 def _of_times(masked: list[Work], added: list[Work], works: list[Work], device: Device, tf32: bool) -> list[str]:
     """What least times say: of the masked ops, by which roof, and of the whole step. added: what a dense step does not have."""
-    said = []
+    def least(ops: Iterable[Work]) -> float:
+        return sum(roofline.seconds(w, device, tf32) for w in ops)
+
     by_bound = Counter(max(b := roofline.bounds(w, device, tf32), key=lambda n: b[n]) for w in masked)
-    t, t_dense = sum(roofline.seconds(w, device, tf32) for w in masked), sum(roofline.seconds(roofline.dense_of(w), device, tf32) for w in masked)
+    t, t_dense = least(masked), least(map(roofline.dense_of, masked))
     parts = ", ".join(f"{n} {c}" for n, c in by_bound.most_common())
-    said.append(
+    said = [
         f"On {device.name} their {len(masked)} ops are bound by: {parts}. Least time {1e6 * t:.4g} us, of the dense ones {1e6 * t_dense:.4g} us: "
         f"{t_dense / t if t else 0:.2f} times as fast as dense, were both at theirs; where dense ops are further from theirs, masks gain more."
-    )
+    ]
     if by_bound["launch"] > len(masked) / 2:
         said.append("Launch-bound: most of these ops are shorter than a launch, so masking cannot make them faster; larger batches or CUDA graphs first.")
     said += _of_l2(masked, device, tf32)
     others = [w for w in works if (w.dense is None or w.phase == "opt") and w.launches]
-    rest, rest_dense = sum(roofline.seconds(w, device, tf32) for w in others), sum(roofline.dense_seconds(w, device, tf32) for w in others)
+    rest, rest_dense = least(others), sum(roofline.dense_seconds(w, device, tf32) for w in others)
     if t + rest:
         share, gain = rest_dense / (t_dense + rest_dense), (t_dense + rest_dense) / (t + rest)
         which = "Other ops, the masked step among them," if any(w.dense for w in others) else "Ops that no mask touches"
         said.append(f"{which} take {share:.0%} of the dense step's least time: the whole step is {gain:.2f} times as fast as dense, were all at theirs.")
-        made = sum(roofline.seconds(w, device, tf32) for w in added)
+        made = least(added)
         bare = (t_dense + rest_dense) / (t + rest - made) if t + rest > made else gain
         if f"{bare:.2f}" != f"{gain:.2f}":  # a dense step has none of it, and no share of the step's time names it
             what = _named(added)
@@ -183,8 +185,8 @@ def _of_l2(masked: list[Work], device: Device, tf32: bool) -> list[str]:
     if need <= known:
         return []
     where = w.call.module if w.call else w.weight
-    limited = sum(max(roofline.seconds(w, device, tf32), w.cost.bytes_req / known) for w in asked)
-    gain = sum(max(roofline.seconds(w, device, tf32), w.cost.bytes_req / known) for w in plain) / limited
+    limited, limited_dense = (sum(max(roofline.seconds(w, device, tf32), w.cost.bytes_req / known) for w in ops) for ops in (asked, plain))
+    gain = limited_dense / limited
     given = "the device gives" if device.l2_bytes_s else "no datasheet says what it gives, dense matmuls at their least time need"
     return [
         f"L2-bound: for its least time {where} ({w.phase}) needs {need / 1e12:.3g} TB/s from the L2 cache; {given} {known / 1e12:.3g}. Were that all "

@@ -55,15 +55,11 @@ def check_device(name: str) -> torch.device:
 
 def run_cells(run: Run, cells: list[Cell]) -> int:
     """Measure what the csv lacks, until the time limit; returns how many cells are left."""
-    todo = [c for c in cells if {**run.shared, **what(c)} not in run.table]
-    if len(todo) < len(cells):
-        run.say(f"{len(cells) - len(todo)} of {len(cells)} cells are in {run.csv} already")
-
     def done(cell: Cell, row: Row) -> None:
         run.table.append(row)
         run.say(line(row, cell))
 
-    return run.over(todo, lambda cell: measure(run, cell), done)
+    return run.over(run.lacking(cells, run.table, what), lambda cell: measure(run, cell), done)
 
 
 def line(row: Row, cell: Cell) -> str:

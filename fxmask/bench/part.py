@@ -72,14 +72,11 @@ def run_part(session: Session, part: Part, cells: Sequence[Any]) -> tuple[list[R
     if part.sources is not None:
         session.shared = {**session.shared, "source": part.sources()}
     table = part.table(session.out)
-    todo = [c for c in cells if {**session.shared, **names_of(c)} not in table]
-    if len(todo) < len(cells):
-        session.say(f"{len(cells) - len(todo)} of {len(cells)} cells are in {table.path.name} already")
 
     def done(cell: Any, row: Row) -> None:
         table.append(row)
         found = " ".join(f"{c}={row[c]}" for c in ("ms_p50", *part.worth) if row.get(c))
         session.say(f"{part.name} {' '.join(names_of(cell).values())}  {row['gate']}  {found if row.get('verdict') == 'ok' else row.get('verdict', '')}")
 
-    left = session.over(todo, lambda cell: measure(session, part, cell), done)
+    left = session.over(session.lacking(cells, table, names_of), lambda cell: measure(session, part, cell), done)
     return table.of({**session.shared, **names_of(c)} for c in cells), left

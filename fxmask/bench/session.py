@@ -12,7 +12,7 @@ import torch
 
 from . import clock
 from .provenance import clocks, provenance
-from .table import Row, text, verdict_of
+from .table import Row, Table, text, verdict_of
 
 T = TypeVar("T")
 
@@ -57,6 +57,13 @@ class Session:
         except RuntimeError:
             return False
         return True
+
+    def lacking(self, cells: Sequence[T], table: Table, names: Callable[[T], Row]) -> list[T]:
+        """The cells that a csv lacks; says how many it has."""
+        todo = [c for c in cells if {**self.shared, **names(c)} not in table]
+        if len(todo) < len(cells):
+            self.say(f"{len(cells) - len(todo)} of {len(cells)} cells are in {table.path.name} already")
+        return todo
 
     def over(self, cells: Sequence[T], measure: Callable[[T], Row], done: Callable[[T, Row], None]) -> int:
         """Measure cell after cell until the time limit; returns how many are left. `done` writes the row."""
