@@ -53,24 +53,20 @@ def summary(rows: list[Row]) -> tuple[str, bool]:
     by_cell: dict[tuple[str, ...], dict[str, Row]] = {}
     for r in rows:
         by_cell.setdefault(tuple(r[c] for c in ("phase", "M", "K", "N", "dtype", "block_n", "ratio", "threads")), {})[r["provider"]] = r
-    lines, counts, wrong = [], {"large": [0, 0], "small": [0, 0]}, 0
-    for key, found in by_cell.items():
-        name = f"{key[1]}x{key[2]}->{key[3]} {key[4]} b{key[5]} {float(key[6]):.0%} {key[0]}"
-        why = _unjudged(found)
-        if why:
-            wrong += why.startswith(WRONG)
+    lines, large, small, wrong = [], list[bool](), list[bool](), False
+    for (layout, m, k, n, dtype, block, ratio, _), found in by_cell.items():
+        name = f"{m}x{k}->{n} {dtype} b{block} {float(ratio):.0%} {layout}"
+        if why := _unjudged(found):
+            wrong = wrong or why.startswith(WRONG)
             lines.append(f"  {name}: {why}")
             continue
         base, op, own, dense = (number(found[p], time_column(found[p])) or float("nan") for p in ("masked_dense", "fxmask_reference", "fxmask_auto", "dense"))
         x, over = base / own, 1e3 * (own - base) / 2  # two calls: forward and backward
-        kind = "large" if int(key[1]) >= LEAST else "small"
-        good = x >= FLOOR if kind == "large" else over <= OVER
-        counts[kind][0] += good
-        counts[kind][1] += 1
+        good = x >= FLOOR if int(m) >= LEAST else over <= OVER
+        (large if int(m) >= LEAST else small).append(good)
         if not good:
             plans = f"{found['fxmask_auto']['forward_plan']}, {found['fxmask_auto']['backward_plan']}"
             lines.append(f"  {name}: {x:.2f} of masked-dense, {over:+.0f} us a call; {op / own:.2f} of it behind the op; dense {dense / own:.2f}; {plans}")
-    large, small = counts["large"], counts["small"]
-    head = f"floor: {large[0]} of {large[1]} cells of {LEAST} tokens or more at {FLOOR} or more of masked-dense's speed"
-    head += f"; {small[0]} of {small[1]} smaller ones at most {OVER:.0f} us a call over it"
-    return "\n".join([head, *lines]), not wrong and all(good == of for good, of in counts.values())
+    head = f"floor: {sum(large)} of {len(large)} cells of {LEAST} tokens or more at {FLOOR} or more of masked-dense's speed"
+    head += f"; {sum(small)} of {len(small)} smaller ones at most {OVER:.0f} us a call over it"
+    return "\n".join([head, *lines]), not wrong and all(large + small)
