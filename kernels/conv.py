@@ -37,7 +37,7 @@ def fits(x: Tensor, w: Tensor) -> bool:
 
 def is_channels_last(t: Tensor) -> bool:
     """Whether the strides of an image or a kernel say that its channels lie inside, as PyTorch reads them: a convolution's result then has its there, too."""
-    if t.dim() != 4 or 0 in t.shape:
+    if t.dim() != 4 or 0 in t.shape or t.stride(1) == 0:  # a grey image that is expanded to three channels has none inside
         return False
     least = 0
     for axis in (1, 3, 2, 0):

@@ -192,6 +192,13 @@ def test_strides_of_a_weight_that_say_no_format_give_the_result_none(config):
         assert model(x).stride() == dense(x).stride()
 
 
+@pytest.mark.parametrize("x", [torch.ones(2, 1, 8, 8).expand(2, 3, 8, 8), torch.ones(2, 1, 1, 1)], ids=["grey, expanded to three channels", "one number"])
+def test_strides_of_an_image_that_say_no_format_give_the_result_none(x):
+    dense = nn.Sequential(nn.Conv2d(x.shape[1], 32, 1))
+    model = fxmask.apply(copy.deepcopy(dense), WeightMask(0.5, BLOCK, impl="cpu"), layers=nn.Conv2d, exclude=())
+    assert model(x).stride() == dense(x).stride()
+
+
 def test_a_view_of_one_pixel_is_as_good_as_in_the_dense_model():
     dense, x = nn.Sequential(nn.Conv2d(4, 32, 4, 4), nn.Upsample(scale_factor=2)), torch.randn(3, 4, 4, 4)
     model = masked(nn.Conv2d, copy.deepcopy(dense), impl="cpu")
