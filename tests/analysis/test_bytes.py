@@ -232,6 +232,11 @@ def test_lists_of_a_mask_that_is_rewritten_in_place_are_counted_anew(inference):
     assert found == [512, 1024]
 
 
+def test_a_product_without_a_result_depends_on_no_byte():
+    for m, n in ((0, 8), (8, 0)):
+        assert dense_cost.matmul(m, n, 16, 4, (128, 128)).reads_min == {"x": 0, "w": 0}
+
+
 def test_attention_whose_queries_share_keys_asks_for_these_again():
     """8 heads of 256 queries over 2 heads of 300 keys, in tiles of 128: forward each reads K and V twice, backward Q and dY three times."""
     sizes = 3, 8, 256, 300, 16, 32, 2

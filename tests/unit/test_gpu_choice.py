@@ -247,5 +247,7 @@ def test_from_there_on_they_pay_at_every_number_of_tokens(backward):
     for shape in ((384, 384), (384, 1536), (4096, 4096), (768, 14336)):
         for block, density in (((16, 64), 0.3), ((64, 64), 0.2), ((128, 128), 0.5)):
             least = gpu_choice.pays_from(shape, block, density, backward)
-            counts = [1024 << i for i in range(7)] if least < gpu_choice.NEVER else []
-            assert all(gpu_choice.factor(t, shape, block, density, backward) >= 1 for t in counts if t >= least), (shape, block, density)
+            counts = [1024 * quarters << power >> 2 for power in range(7) for quarters in range(4, 8)]
+            pays = [gpu_choice.factor(t, shape, block, density, backward) >= gpu_choice.MARGIN for t in counts]
+            at = counts.index(least) if least < gpu_choice.NEVER else len(counts)
+            assert all(pays[at:]) and not any(pays[at - 1 : at]), (shape, block, density)

@@ -45,6 +45,17 @@ def test_y_dx_and_db(layout, dtype, bias):
     assert not torch.equal(dense.weight.grad, pruned.weight.grad)
 
 
+def test_dx_of_a_turned_matrix_that_is_a_part_of_a_wider_one():
+    torch.manual_seed(0)
+    dense = nn.Linear(48, 36, False).double()
+    pruned, gy, x, found = fxmask.apply(copy.deepcopy(dense), ActivationPruning(0.5, 4)), torch.randn(20, 36).double(), torch.randn(48, 60).double(), []
+    for model in (dense, pruned):
+        leaf = x.clone().requires_grad_()
+        (model(leaf[:, :20].t()) * gy).sum().backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_block_of_resmlp_s12(dtype):
     torch.manual_seed(0)

@@ -159,6 +159,9 @@ def test_ops_of_operands_that_do_not_belong_together():
     x, w, gy, fx = torch.randn(2, 6, 8), torch.randn(3, 8), torch.randn(2, 6, 3), torch.ops.fxmask
     values, index = prune.compress(x, 4, 5, False)
     fx.pruned_linear(x, w, None, values, index, False)
+    for block, kept, words in ((0, 5, "features of a kept block: expected 1 or more, got 0"), (4, 0, "kept blocks of a sample: expected 1 to 12, got 0")):
+        with pytest.raises(ShapeError, match=words):
+            fx.compress(x, block, kept, False)
     with pytest.raises(fxmask.FxMaskError, match=r"unknown impl: .* got 'best'"):  # in the forward, not in a backward to come
         fx.pruned_linear(x, w, None, values, index, False, dw_impl="best")
     with pytest.raises(ShapeError, match=r"kept blocks of an input \(2, 6, 8\): expected 2 samples, got 1"):
