@@ -56,20 +56,15 @@ def unasked(op: str, size: tuple[int, ...], shape: tuple[int, ...], block: tuple
 
 def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: Timed) -> tune.Choice:
     """The choice for a case. `timed(plan, tokens)` gives what runs a plan over the first tokens."""
-    estimates = {str(p): seconds(p, case) for p in plans(case)}
-    candidates = {*estimates} if forced else {*estimates, str(MASKED_DENSE)}
-    best = sorted(estimates, key=lambda n: estimates[n])
     dense = seconds(MASKED_DENSE, case)
-    if not forced:
-        best = [n for n in best if estimates[n] < NEAR * dense]
-        estimates[str(MASKED_DENSE)] = dense
-        best.append(str(MASKED_DENSE))
+    estimates = {str(p): seconds(p, case) for p in (*plans(case), *(() if forced else (MASKED_DENSE,)))}
+    best = [n for n in estimates if forced or estimates[n] < NEAR * dense]
     first = min(best, key=lambda n: estimates[n])
     *named, tuned = key
     if dense < SMALL or len(best) == 1 or not tuned:
         return tune.Choice(first, "estimated", estimates, case.tokens)
     name = "/".join(map(str, named))
-    known = tune.load(name, candidates)
+    known = tune.load(name, estimates)
     if known is None or tune.stale(known):
         before, tokens = known or decisions.get(key), sample(case, best, threads)
         known = tune.measure({n: timed(BY_NAME[n], tokens) for n in best}, threads)

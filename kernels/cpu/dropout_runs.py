@@ -48,10 +48,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block: tuple
     for i, kept in enumerate(keep.tolist()):
         begin, end = i * block[0], min((i + 1) * block[0], flat.shape[0])
         own = y[begin:end]
-        if bias is None:
-            own.zero_()
-        else:
-            own.copy_(bias)
+        own[:] = 0 if bias is None else bias
         for a, b in runs(kept, block[1], flat.shape[1]):
             own.addmm_(flat[begin:end, a:b], w[:, a:b].t(), alpha=1 / (1 - p))
     return y.view(*x.shape[:-1], w.shape[0])

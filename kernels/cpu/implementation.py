@@ -49,29 +49,22 @@ def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int]
 def backward(gy: Tensor, x: Tensor, w: Tensor | None, mask: Tensor, block: tuple[int, int], plan: Plan) -> tuple[Tensor | None, Tensor]:
     """dX = dY (W∘M), None without `w`, and dW = (dY^T X)∘M, off one pass over the tokens."""
     with pool.one_thread() as threads:
-        return _backward(reference.rows(gy), gy, reference.rows(x), w, mask, block, plan, threads)
-
-
-def _backward(
-    g: Tensor, gy: Tensor, t: Tensor, w: Tensor | None, mask: Tensor, block: tuple[int, int], plan: Plan, threads: int
-) -> tuple[Tensor | None, Tensor]:
-    shape, dtype, by_rows = (g.shape[1], t.shape[1]), compute_dtype(g.dtype), plan.layout == "rows"
-    strips = strips_of(mask, shape, block, transposed=True)
-    if w is not None:
-        strips = packed(strips, w, mask, True, dtype)
-    wanted = strips if by_rows else strips_of(mask, shape, block, transposed=False)
-    dx = None if w is None else gy.new_empty((*gy.shape[:-1], shape[1]))
-    flat = None if dx is None else dx.view(len(g), shape[1])
-    shares = pool.ranges(len(g), threads)
-    sums = [rows.sums_of(wanted, dtype) if by_rows else Sums(wanted, dtype) for _ in shares]
-    if by_rows:
-        pool.run([partial(rows.backward, g, t, strips, flat, s, a, b, plan.chunk, dtype) for s, (a, b) in zip(sums, shares, strict=True)])
-    else:
-        pool.run([partial(columns.backward, g, t, strips, wanted, flat, s, a, b, plan.chunk, dtype) for s, (a, b) in zip(sums, shares, strict=True)])
-    for other in sums[1:]:  # in a fixed order
-        sums[0].all.add_(other.all)
-    found = (rows if by_rows else columns).pieces(sums[0], wanted)
-    (nb, kb), bh, bw = mask.shape, min(block[0], shape[0]), min(block[1], shape[1])
-    dw = gy.new_zeros(nb * bh, kb * bw)
-    dw.view(-1, bw).index_copy_(0, wanted.places, found.to(dw.dtype))
-    return dx, dw[: shape[0], : shape[1]].contiguous()
+        g, t, dtype, by_rows = reference.rows(gy), reference.rows(x), compute_dtype(gy.dtype), plan.layout == "rows"
+        shape = g.shape[1], t.shape[1]
+        strips = strips_of(mask, shape, block, transposed=True)
+        if w is not None:
+            strips = packed(strips, w, mask, True, dtype)
+        wanted = strips if by_rows else strips_of(mask, shape, block, transposed=False)
+        dx = None if w is None else gy.new_empty((*gy.shape[:-1], shape[1]))
+        flat = None if dx is None else dx.view(len(g), shape[1])
+        shares = pool.ranges(len(g), threads)
+        sums = [rows.sums_of(wanted, dtype) if by_rows else Sums(wanted, dtype) for _ in shares]
+        job = partial(rows.backward, g, t, strips) if by_rows else partial(columns.backward, g, t, strips, wanted)
+        pool.run([partial(job, flat, s, a, b, plan.chunk, dtype) for s, (a, b) in zip(sums, shares, strict=True)])
+        for other in sums[1:]:  # in a fixed order
+            sums[0].all.add_(other.all)
+        found = (rows if by_rows else columns).pieces(sums[0], wanted)
+        (nb, kb), bh, bw = mask.shape, min(block[0], shape[0]), min(block[1], shape[1])
+        dw = gy.new_zeros(nb * bh, kb * bw)
+        dw.view(-1, bw).index_copy_(0, wanted.places, found.to(dw.dtype))
+        return dx, dw[: shape[0], : shape[1]].contiguous()
