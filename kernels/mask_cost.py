@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .cost import BINS, INDEX, Cost, cdiv
+from .dense_cost import stream
 from .grid import grid_shape
 from .lists import pair
 
@@ -33,15 +34,13 @@ def set_aside(shape: tuple[int, int], block: tuple[int, int], kept: int, itemsiz
 def block_keys(shape: tuple[int, int], block: tuple[int, int], itemsize: int) -> Cost:
     """Scores. Requested and compulsory B: w b N K, key 4 NB KB written."""
     nb, kb = grid_shape(shape, block)
-    reads, keys = {"w": itemsize * shape[0] * shape[1]}, {"key": INDEX * nb * kb}
-    return Cost(reads=reads, writes=keys, reads_min=dict(reads), writes_min=dict(keys))
+    return stream({"w": itemsize * shape[0] * shape[1]}, {"key": INDEX * nb * kb})
 
 
 def saliency(shape: tuple[int, int], block: tuple[int, int], itemsize: int, grad_itemsize: int, reads_w: bool = True) -> Cost:
     """Scores off a gradient. Requested and compulsory B: grad b N K; w b N K, but for `gradient`, which does not read it; out 4 NB KB written."""
     (nb, kb), (n, k) = grid_shape(shape, block), shape
-    reads, out = {"grad": grad_itemsize * n * k, "w": itemsize * n * k * reads_w}, {"out": INDEX * nb * kb}
-    return Cost(reads=reads, writes=out, reads_min=dict(reads), writes_min=dict(out))
+    return stream({"grad": grad_itemsize * n * k, "w": itemsize * n * k * reads_w}, {"out": INDEX * nb * kb})
 
 
 def take_in(blocks: int, averages: bool = True) -> Cost:
@@ -58,8 +57,7 @@ def select(blocks: int, scored: int = 0) -> Cost:
     4 blocks, and then by the keys of the ties alone, of so many blocks.
     """
     reads = {"key": INDEX * (scored or blocks), "keep": KEEP * min(blocks, 1)} | ({"score": INDEX * blocks} if scored else {})
-    mask = {"mask": blocks}
-    return Cost(reads=reads, writes=mask, reads_min=dict(reads), writes_min=dict(mask))
+    return stream(reads, {"mask": blocks})
 
 
 def histogram(blocks: int, digit: int, chunk: int) -> Cost:
@@ -109,5 +107,4 @@ def order(grid: tuple[int, int], block: tuple[int, int], strip: int | None = Non
 
 def nm_mask(elements: int, itemsize: int, out_itemsize: int) -> Cost:
     """An N:M mask by magnitude and W∘M of it. Requested and compulsory B: w b elements; mask elements and out b' elements written."""
-    reads, writes = {"w": itemsize * elements}, {"mask": elements, "out": out_itemsize * elements}
-    return Cost(reads=reads, writes=writes, reads_min=dict(reads), writes_min=dict(writes))
+    return stream({"w": itemsize * elements}, {"mask": elements, "out": out_itemsize * elements})

@@ -85,8 +85,7 @@ def plain_dw(shape: tuple[int, int], values: int, kept: int, itemsize: int, want
     Compulsory and requested B: dY, values and index read, i N K written, i bytes an element
     """
     n, k = shape
-    moved = stream({"dy": gy, "saved": saved}, {"dw": n * k * itemsize})
-    return Cost(2 * n * kept * wanted // max(1, n * k), 2 * n * values, moved.reads, moved.writes, moved.reads_min, moved.writes_min)
+    return stream({"dy": gy, "saved": saved}, {"dw": n * k * itemsize}).with_flop(2 * n * kept * wanted // max(1, n * k), 2 * n * values)
 
 
 def strip_rows(blocks: int, entries: int, index_itemsize: int) -> Cost:
