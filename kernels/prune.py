@@ -15,6 +15,7 @@ and `index` (B, nnz), the kept blocks' flat numbers in a sample, ascending.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -53,11 +54,7 @@ def is_turned(x: Tensor, block: int) -> bool:
 
 def samples(x: Tensor, turned: bool) -> Tensor:
     """(B, R, C) of an input; a view where its memory allows."""
-    if turned:
-        x = x.transpose(-1, -2)
-    if x.dim() <= 2:
-        return x.reshape(-1, 1, x.shape[-1]) if x.dim() == 2 else x.reshape(1, 1, -1)
-    return x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
+    return (x.transpose(-1, -2) if turned else x).reshape(sample_shape(x.shape, turned))
 
 
 def sample_shape(shape: tuple[int, ...] | torch.Size, turned: bool) -> tuple[int, int, int]:
@@ -67,10 +64,7 @@ def sample_shape(shape: tuple[int, ...] | torch.Size, turned: bool) -> tuple[int
         s = (*s[:-2], s[-1], s[-2])
     if len(s) <= 2:
         return (s[0] if len(s) == 2 else 1), 1, s[-1]
-    rest = 1
-    for n in s[1:-1]:
-        rest *= n
-    return s[0], rest, s[-1]
+    return s[0], prod(s[1:-1]), s[-1]
 
 
 def block_count(rows: int, features: int, block: int) -> int:
