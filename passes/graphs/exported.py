@@ -55,26 +55,26 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
     made: dict[Node, list[Node]] = {}
     for n, mask in ((n, mask) for n, masks in masks_in.items() for mask in masks):
         made.setdefault(mask, []).append(n)
+
+    def inside(node: Node, w: Any, mask: Any, block: tuple[int, int] | None, backward: str | None, impl: str) -> Inside:
+        name, weight, unfit = _weight(model, node, w, places, comes_in)
+        return Inside(name, node, weight, block, backward, impl, None if unfit else _value(places, mask), None if block is None else _kept(places, mask), unfit)
+
     for node in (n for _, gm in graphs for n in gm.graph.nodes):
         if node.target in ARGUMENTS:
             call: Any = {**dict(zip(ARGUMENTS[node.target], node.args, strict=False)), **node.kwargs}
             w, mask, rows, cols, backward, impl = map(call.get, ("w", "mask", "block_rows", "block_cols", "backward", "impl"))
             if mask is not None and not _of_a_site(places, mask):
-                name, weight, unfit = _weight(model, node, w, places, comes_in)
-                known = None if unfit else _value(places, mask)
-                yield Inside(name, node, weight, (rows, cols), backward or "masked", impl or "auto", known, _kept(places, mask), unfit)
+                yield inside(node, w, mask, (rows, cols), backward or "masked", impl or "auto")
             continue
         of_weight = node.target in LINEARS  # of others nothing says which operand it is
         masks = masks_behind(weight_arg(node), given) if of_weight else [mask for n in node.all_input_nodes for mask in masks_in.get(n, ())]
         for read in dict.fromkeys(masks) if is_product(node) else ():
             if (element := by_element(read)) is not None:
-                if read.target not in OPS and any(not n.name.startswith(PARAMETER) for n in inputs_in(element.weight, given)):
-                    continue  # in a body an input of the model looks like a weight
-                name, weight, unfit = _weight(model, node, element.weight, places, comes_in)
-                yield Inside(name, node, weight, None, None, "masked_dense", None if unfit else _value(places, element.mask), None, unfit)
+                if read.target in OPS or all(n.name.startswith(PARAMETER) for n in inputs_in(element.weight, given)):  # in a body any input looks like a weight
+                    yield inside(node, element.weight, element.mask, None, None, "masked_dense")
             elif (block := _block(read, made[read])) is not None:
-                name, weight, unfit = _weight(model, node, _put_on(read, made[read]), places, comes_in)
-                yield Inside(name, node, weight, block, None, "reference", None if unfit else _value(places, read), _kept(places, read), unfit)
+                yield inside(node, _put_on(read, made[read]), read, block, None, "reference")
 
 
 def _made_of_masks(graphs: Sequence[GraphModule], given: Given) -> dict[Node, list[Node]]:

@@ -109,9 +109,9 @@ class WeightMask(Options):
             raise ConfigError(f"cover: expected a bool, and ties='lowest' with True, got {self.cover!r} with ties={self.ties!r}.")
         if self.cover and self.impl == "triton":
             raise UnsupportedError(NO_COVER)
-        if isinstance(self.schedule, str) and self.schedule in SCHEDULES and self.schedule != "constant":
-            raise ConfigError(f"schedule={self.schedule!r} needs a length: expected fxmask.Schedule({self.schedule!r}, steps=...).")
-        if isinstance(self.schedule, str) and self.schedule == "constant":
+        if isinstance(self.schedule, str) and self.schedule in SCHEDULES:
+            if self.schedule != "constant":
+                raise ConfigError(f"schedule={self.schedule!r} needs a length: expected fxmask.Schedule({self.schedule!r}, steps=...).")
             object.__setattr__(self, "schedule", None)
         if self.schedule is not None and not isinstance(self.schedule, (Schedule, Feedback)):
             raise ConfigError(f"schedule: expected None or a fxmask.Schedule (or fxmask.Feedback), got {self.schedule!r}.")
