@@ -9,6 +9,7 @@ from torch import nn
 import fxmask
 from fxmask.analysis import devices
 from fxmask.kernels import dense_cost, layer_cost
+from fxmask.kernels.triton.tiles import best_tile
 
 
 @pytest.fixture
@@ -230,6 +231,14 @@ def test_lists_of_a_mask_that_is_rewritten_in_place_are_counted_anew(inference):
             found.append(layer_cost.lists_of(mask, (32, 32), (16, 16), False, 128).kept)
             mask.fill_(True)
     assert found == [512, 1024]
+
+
+def test_rows_that_no_descriptor_can_name_are_counted_in_the_tile_without_one():
+    """dX reads rows of dY, which 16 bytes divide, and of W, which they do not."""
+    shape, block, mask = (4096, 4100), (128, 128), torch.ones(32, 33, dtype=torch.bool)
+    tiles = [best_tile(torch.float16, block, True, (8192, 4100, 4096), tma=tma) for tma in (False, True)]
+    plain, by_tma = (layer_cost.by_lists("dx", 8192, shape, mask, block, torch.float16, tile=tile) for tile in tiles)
+    assert layer_cost.by_lists("dx", 8192, shape, mask, block, torch.float16) == plain != by_tma
 
 
 def test_a_product_without_a_result_depends_on_no_byte():

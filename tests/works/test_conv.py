@@ -135,6 +135,16 @@ def test_function_transforms(impl, mode):
         assert wanted.any() and torch.allclose(tangent, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_vmap_over_weights_whose_channels_lie_inside():
+    """W∘M keeps its own strides there: PyTorch's vmap makes no channels_last copies."""
+    models = [fxmask.apply(nn.Conv2d(4, 16, 3), fxmask.WeightMask(0.5, (4, 4)), layers=nn.Conv2d, exclude=()) for _ in range(2)]
+    w = torch.stack([m.weight.detach().permute(0, 2, 3, 1) for m in models]).permute(0, 1, 4, 2, 3)
+    b, x = torch.stack([m.bias.detach() for m in models]), images()
+    y = torch.func.vmap(lambda w, b: torch.func.functional_call(models[0], {"weight": w, "bias": b}, (x,)))(w, b)
+    for found, m in zip(y, models, strict=True):
+        assert torch.allclose(found, m(x), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["masked", "ste", "rigl"])
 @pytest.mark.parametrize("impl", ["auto", "cpu"])
 def test_second_derivatives(impl, mode):
