@@ -42,7 +42,7 @@ class DroppedCall(nn.Module):
         return f"{self._fxmask_name}, {self._fxmask_dropping.words()}"
 
 
-def _settings(node: Node) -> tuple[Any, Any, Any]:
+def settings(node: Node) -> tuple[Any, Any, Any]:
     """(p, whether it is on, whether it is in place) of the call of a function that drops; nodes where the graph computes them."""
     named = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | node.kwargs
     return named.get("p", 0.5), named.get("training", named.get("train", True)), named.get("inplace", node.target in IN_PLACE)
@@ -51,7 +51,7 @@ def _settings(node: Node) -> tuple[Any, Any, Any]:
 def left_in(gm: GraphModule) -> list[str]:
     """Names of the calls of functions that drop in a graph, but for those that are off."""
     calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in (*DROPOUTS, *OTHERS)]
-    return [n.name for n in calls if 0 not in _settings(n)[:2]]  # neither p = 0 nor training = False
+    return [n.name for n in calls if 0 not in settings(n)[:2]]  # neither p = 0 nor training = False
 
 
 def dropout_before(writes: Writes, linear: Node) -> tuple[Node, float] | None:
@@ -63,7 +63,7 @@ def dropout_before(writes: Writes, linear: Node) -> tuple[Node, float] | None:
     if n.op == "call_module" and is_plain_dropout(m := gm.get_submodule(str(n.target))):
         p, on, inplace = m.p, True, m.inplace
     elif n.op == "call_function" and n.target in DROPOUTS:
-        p, on, inplace = _settings(n)
+        p, on, inplace = settings(n)
     else:
         return None
     if on is not True or not isinstance(p, (int, float)):

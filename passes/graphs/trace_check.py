@@ -13,15 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
+from .fused_dropout import DROPOUTS, OTHERS, settings
+
 aten = torch.ops.aten
 _BATCH_NORMS = (F.batch_norm, aten.batch_norm.default, torch.batch_norm)
-# target -> (position and name of the training flag, position and name of the probability)
-_FLAGGED: dict[Any, tuple[int, str, int, str]] = {
-    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout), (2, "training", 1, "p")),
-    **dict.fromkeys((torch.dropout, aten.dropout.default, aten.alpha_dropout.default, aten.feature_dropout.default), (2, "train", 1, "p")),
-    **dict.fromkeys(_BATCH_NORMS, (5, "training", -1, "")),
-    F.rrelu: (3, "training", -1, ""),
-}
+_RRELUS = (F.rrelu, torch.rrelu, torch.rrelu_, aten.rrelu.default, aten.rrelu_.default)
 _ATTENTION = {F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default}
 _RANDOM = {torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, torch.randint, torch.randperm}
 _RANDOM_METHODS = {"bernoulli_", "bernoulli", "uniform_", "normal_", "random_"}
@@ -33,7 +29,7 @@ def frozen_randomness(gm: GraphModule) -> list[str]:
 
 
 def _argument(node: Node, place: int, name: str, default: Any) -> Any:
-    return node.args[place] if 0 <= place < len(node.args) else node.kwargs.get(name, default)
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
 
 
 def _frozen(node: Node) -> str:
@@ -42,14 +38,21 @@ def _frozen(node: Node) -> str:
     if node.op != "call_function":
         return ""
     target: Any = node.target
-    stochastic_depth = getattr(target, "__name__", "") == "stochastic_depth"  # torchvision's, a leaf of its models
-    if target in _FLAGGED or stochastic_depth:
-        place, name, p_place, p_name = _FLAGGED.get(target, (3, "training", 1, "p"))
-        training = _argument(node, place, name, True)
-        if not isinstance(training, bool) or _argument(node, p_place, p_name, None) == 0:
-            return ""
-        return "" if target in _BATCH_NORMS and not training else f"as in {'train' if training else 'eval'}"
+    p, training = _switches(node)
+    if training is not None:
+        stays = not isinstance(training, bool) or p == 0 or (target in _BATCH_NORMS and not training)
+        return "" if stays else f"as in {'train' if training else 'eval'}"
     if target in _ATTENTION:
         return "drops always" if _argument(node, 4, "dropout_p", 0.0) != 0 else ""
     seeded = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
     return "drawn always" if target in _RANDOM or seeded else ""
+
+
+def _switches(node: Node) -> tuple[Any, Any]:
+    """(probability, training flag) of a call, each None where it has none; nodes where the graph computes them."""
+    if node.target in (*DROPOUTS, *OTHERS):
+        return settings(node)[:2]
+    if getattr(node.target, "__name__", "") == "stochastic_depth":  # torchvision's, a leaf of its models
+        return _argument(node, 1, "p", None), _argument(node, 3, "training", True)
+    place = 5 if node.target in _BATCH_NORMS else 3 if node.target in _RRELUS else None
+    return None, None if place is None else _argument(node, place, "training", False)

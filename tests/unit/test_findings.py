@@ -13,6 +13,7 @@ from unit.formed_models import FORMS, X, formed
 
 import fxmask
 from fxmask.errors import ConfigError, StateError, UnsupportedError
+from fxmask.passes.graphs.trace_check import frozen_randomness
 
 
 @FORMS
@@ -145,6 +146,26 @@ def test_frozen_randomness_and_statistics_are_said():
     for gm, name in frozen_examples():
         with pytest.warns(fxmask.FxMaskWarning, match=rf"no longer follows train\(\) and eval\(\) here: .*{name}"):
             fxmask.apply(gm)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("drops", [nn.Dropout(0.5, inplace=True), nn.AlphaDropout(0.5, inplace=True), nn.FeatureAlphaDropout(0.5), nn.RReLU()], ids=str)
+def test_an_export_says_in_which_mode_it_drops(drops, train):
+    gm = torch.export.export(nn.Sequential(nn.Linear(64, 64), drops).train(train), (X,)).module()
+    assert [how.partition(" ")[2] for how in frozen_randomness(gm)] == [f"(as in {'train' if train else 'eval'})"]
+
+
+def test_what_drops_nothing_in_any_mode_is_not_frozen():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.0, inplace=True))
+    assert frozen_randomness(torch.export.export(model, (X,)).module()) == []
+
+
+def test_torchs_own_functions_are_seen_in_a_symbolic_trace():
+    class Model(nn.Module):
+        def forward(self, x):
+            return torch.dropout_(torch.alpha_dropout(torch.rrelu(x, training=True), 0.5, False) + 0, 0.5, True)
+
+    assert frozen_randomness(fx.symbolic_trace(Model())) == ["rrelu (as in train)", "alpha_dropout (as in eval)", "dropout_ (as in train)"]
 
 
 def test_a_warning_made_an_error_changes_nothing():
