@@ -11,7 +11,7 @@ from unit.nm_models import MODES, batch, grads, logits_of, net, with_zeros
 
 import fxmask
 from fxmask import NMMask
-from fxmask.kernels import nm
+from fxmask.kernels import nm, nm_permute
 
 LAYERS = ["0", "3"]  # of `net`
 
@@ -61,6 +61,14 @@ def test_permuted_masks_rest_until_they_are_told():
     assert not torch.equal(second, first)
     model.load_state_dict(net().state_dict())
     assert torch.equal(fxmask.masks(model)["3.weight"], first)
+
+
+def test_groups_that_are_searched_in_other_parts_meet_in_the_next_pass(monkeypatch):
+    """By stride large columns meet large ones and small ones small ones, and nothing gains; in runs they meet each other."""
+    monkeypatch.setattr(nm_permute, "COLUMNS", 8)
+    w = torch.tensor([[10.0] * 4 + [1.0] * 4]).repeat(1, 2)
+    order = nm_permute.permutation(w, 2, 4, 16)
+    assert (w[:, order].reshape(4, 4).sum(1) == 22).all()
 
 
 def test_learned_masks_in_permuted_order():

@@ -10,6 +10,7 @@ from fxmask.kernels import dispatch, lists, ops, reference
 from fxmask.kernels.cpu import chosen
 from fxmask.kernels.grid import kept_elements
 from fxmask.kernels.score import CRITERIA
+from fxmask.kernels.strides import are_tokens_inner
 
 BLOCK = (16, 8)
 FLAGS = {"masked": [None], "ste": [None], "unmasked": [None], "rigl": [torch.tensor(False), torch.tensor(True)]}
@@ -237,6 +238,15 @@ def test_autocast_of_both_gradients_is_that_of_each(tensors):
         each = ops.masked_linear_dx(gy, w, mask, *how), ops.masked_linear_dw(gy, x, mask, *how)
     assert all(a.dtype == b.dtype == torch.bfloat16 for a, b in zip(both, each, strict=True))
     assert all(torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-2) for a, b in zip(both, each, strict=True))
+
+
+def test_which_inputs_are_read_with_their_tokens_inside():
+    """Three axes, the second one inner, in pieces of 16 bytes."""
+    shape, strides = (2, 24, 10), (240, 1, 24)
+    assert are_tokens_inner(shape, strides, torch.float16) and not are_tokens_inner(shape, strides, torch.float32)
+    for wrong in ((244, 1, 24), (280, 1, 28), (240, 2, 24), (160, 1, 16), (240, 10, 1)):
+        assert not are_tokens_inner(shape, wrong, torch.float16), wrong
+    assert not are_tokens_inner((2, 20, 10), strides, torch.float16) and not are_tokens_inner((2, 1, 10), strides, torch.float16)
 
 
 def test_what_an_implementation_means_on_a_device(monkeypatch):

@@ -144,6 +144,14 @@ def test_without_noise_in_eval_for_frozen_weights_or_uncounted_steps_nothing_is_
         assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_forward_without_gradients_draws_nothing_where_one_with_them_would_not():
+    """Of one block a sample nothing is dropped."""
+    model, state = fxmask.apply(nn.Linear(64, 64), ActivationPruning(0.5, 64, noise=2.0)), torch.get_rng_state()
+    with torch.no_grad():
+        model(torch.ones(4, 64))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("width", [4, 16])
 def test_dw_of_both_counts_the_wanted_share(width, turned):

@@ -31,6 +31,17 @@ def test_sums_over_blocks(block, dtype):
     assert saliency.block_sums(torch.zeros(5, 0), block).shape == (grid_shape((5, 0), block)[0], 0)
 
 
+def test_the_exponent_of_a_sum_that_float64_rounds_up():
+    """All of its 54 bits are ones: as a float64 it is the next power of two, as a key one below that."""
+    totals = torch.tensor([2**54 - 1, 2**54, 2**54 + 2**33])
+    below, power, above = score.sum_bits(totals, torch.zeros(3, dtype=torch.int32), 44, False).tolist()
+    assert (below, above) == (power - 1, power + 1)
+
+
+def test_terms_have_as_many_bits_as_their_sum_leaves():
+    assert [score.sum_shift(n) for n in (1, 2**18, 2**18 + 1, 2**20)] == [44, 44, 43, 42]
+
+
 def test_the_sums_of_a_convolution_are_those_of_its_matrix():
     w = torch.randn(8, 3, 2, 2).to(memory_format=torch.channels_last)
     assert torch.equal(saliency.block_sums(w, (4, 4)), saliency.block_sums(w.reshape(8, 12), (4, 4)))
