@@ -185,6 +185,16 @@ def test_nothing_is_saved_that_no_gradient_needs(tensors):
     assert not any(t.data_ptr() == x.data_ptr() for t in saved)
 
 
+@pytest.mark.parametrize("impl", ["auto", "reference", "cpu"])
+def test_a_bias_of_one_element_is_added_to_every_feature(tensors, impl):
+    """As F.linear takes it."""
+    x, w, _, gy, mask = tensors
+    one = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
+    y = ops.masked_linear(x, w, one, mask, *BLOCK, "masked", None, impl)
+    torch.testing.assert_close(y, ops.masked_linear(x, w, None, mask, *BLOCK, "masked", None, impl) + 3)
+    torch.testing.assert_close(torch.autograd.grad(y, one, gy)[0], gy.sum().reshape(1))
+
+
 @pytest.mark.parametrize(("call", "text"), [
     pytest.param(lambda x, w, b, gy, m: ops.masked_linear(x[..., :5], w, b, m, *BLOCK, "masked"), "last axis of x: expected 30, got shape", id="x"),
     pytest.param(lambda x, w, b, gy, m: ops.masked_linear(x, w, b, m[:1], *BLOCK, "masked"), r"got torch.bool \(1, 4\)", id="mask"),
