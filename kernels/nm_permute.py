@@ -66,7 +66,6 @@ def _swapped(size: Tensor, groups: Tensor, n: int) -> Tensor:
     reached = torch.cat([torch.maximum(t[:, :, None], w[:, None]).sum(0) for t in then.split(at_once, 1)]) + best.sum(0)[:, None]  # (i, j): j in place of i
     gain = (reached + reached.t()).reshape(g, m, g, m).transpose(1, 2) - (kept[:, None] + kept)[:, :, None, None]  # (g, h, i, j)
     gain, swap = gain.reshape(g, g, m * m).max(2)
-    gain = gain.triu(1)
     first, second = (gain > LEAST * (kept[:, None] + kept)).triu(1).nonzero(as_tuple=True)
     order = gain[first, second].argsort(descending=True, stable=True)
     new, used = groups.clone(), set()

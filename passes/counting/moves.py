@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 from typing import Any
 
@@ -39,8 +40,7 @@ def work_of(call: Call, target: Target) -> list[Work]:
 
 
 def stream_of(call: Call) -> Cost:
-    reads: dict[str, int] = {}
-    writes: dict[str, int] = {}
+    reads, writes = Counter[str](), Counter[str]()
     seen: dict[int, dict[tuple[Any, ...], tuple[Place, int]]] = {}  # by storage: views, and the bytes that each has added
     written_to = _mutated(call)
     mutated, overwritten = {p.storage for p in written_to}, {p.view for p in written_to} if call.op in OVERWRITES else set()
@@ -59,8 +59,7 @@ def stream_of(call: Call) -> Cost:
         others[p.view] = p, size
         if call.op in GATHERS and p is call.inputs[0]:
             size = min(size, out_bytes)
-        name = _input_name(call, p)
-        reads[name] = reads.get(name, 0) + size
+        reads[_input_name(call, p)] += size
     known = {p.storage for p in call.inputs}
     written: set[int] = set()
     for p in call.outputs:
@@ -68,11 +67,11 @@ def stream_of(call: Call) -> Cost:
             continue
         written.add(p.storage)
         name = "y" if not call.differentiates else "dw" if phase_of(call) == "dW" else "dx"
-        writes[name] = writes.get(name, 0) + (p.bytes if part is None else part)
+        writes[name] += p.bytes if part is None else part
     for p in call.inputs:
         if p.storage in mutated and p.storage not in written:
             written.add(p.storage)
-            writes["y"] = writes.get("y", 0) + (p.bytes if part is None else part)
+            writes["y"] += p.bytes if part is None else part
     return dense_cost.stream(reads, writes)
 
 

@@ -69,7 +69,7 @@ class Feedback:
         for name, unused, measure in (("tolerance", 0.0, "loss"), ("stop", None, "bytes")):
             given = getattr(self, name)
             if self.measure != measure and not (given is unused or (is_number(given) and given == unused)):
-                raise ConfigError(f"Feedback.{name} is for measure={measure!r}: expected {unused} with {self.measure!r}, got {getattr(self, name)!r}.")
+                raise ConfigError(f"Feedback.{name} is for measure={measure!r}: expected {unused} with {self.measure!r}, got {given!r}.")
         if not is_number(self.tolerance) or self.tolerance < 0:
             raise ConfigError(f"Feedback.tolerance is a share of the loss: expected a finite number of at least 0, got {self.tolerance!r}.")
         object.__setattr__(self, "tolerance", float(self.tolerance))
