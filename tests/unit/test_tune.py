@@ -12,7 +12,7 @@ from unit.tuned import BLOCK, GY, MASK, W, X, a_table, forward  # noqa: F401  (a
 import fxmask
 from fxmask.kernels import ops, tune
 from fxmask.kernels.cpu import chosen, deciding
-from fxmask.kernels.cpu.plans import BY_NAME, Case, plans
+from fxmask.kernels.cpu.plans import BY_NAME, Case, plans, seconds
 
 
 @pytest.mark.parametrize("impl", ["cpu", "auto"])
@@ -100,6 +100,14 @@ def test_estimates_name_every_plan(op):
     case = Case(op, 600, (48, 64), BLOCK, 0.5, torch.float32)
     choice = deciding.decide(case, ("a", "case", op, True), False, 1, lambda plan, tokens: lambda: None)
     assert set(choice.times) <= {*map(str, plans(case)), "masked_dense"} and choice.name in BY_NAME
+
+
+@pytest.mark.parametrize("op", ["forward", "dw"])
+def test_a_chunk_that_is_not_full_is_estimated_with_all_of_its_calls(op):
+    case = Case(op, 512, (2048, 2048), BLOCK, 0.5, torch.float32)
+    for plan in plans(case):
+        full, short = (seconds(plan, case._replace(tokens=plan.chunk - n)) for n in (0, 1))
+        assert 0.995 * full < short < full
 
 
 def test_explain_says_what_was_chosen(monkeypatch):
