@@ -71,7 +71,7 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
         masks = masks_behind(weight_arg(node), given) if of_weight else [mask for n in node.all_input_nodes for mask in masks_in.get(n, ())]
         for read in dict.fromkeys(masks) if is_product(node) else ():
             if (element := by_element(read)) is not None:
-                if read.target in OPS or all(n.name.startswith(PARAMETER) for n in inputs_in(element.weight, given)):  # in a body any input looks like a weight
+                if read.target in OPS or all(n.name.startswith(PARAMETER) for n in inputs_in(element.weight, given)):  # in a body an input looks like a weight
                     yield inside(node, element.weight, element.mask, None, None, "masked_dense")
             elif (block := _block(read, made[read])) is not None:
                 yield inside(node, _put_on(read, made[read]), read, block, None, "reference")
