@@ -19,8 +19,11 @@ aten = torch.ops.aten
 _BATCH_NORMS = (F.batch_norm, aten.batch_norm.default, torch.batch_norm)
 _RRELUS = (F.rrelu, torch.rrelu, torch.rrelu_, aten.rrelu.default, aten.rrelu_.default)
 _ATTENTION = {F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default}
-_RANDOM = {torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, torch.randint, torch.randperm}
-_RANDOM_METHODS = {"bernoulli_", "bernoulli", "uniform_", "normal_", "random_"}
+_RANDOM = {
+    torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, torch.randint, torch.randint_like, torch.randperm, torch.normal,
+    torch.multinomial, torch.poisson, torch.binomial, F.gumbel_softmax,
+}  # fmt: skip
+_RANDOM_METHODS = {"bernoulli_", "bernoulli", "uniform_", "normal_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "multinomial"}
 
 
 def frozen_randomness(gm: GraphModule) -> list[str]:

@@ -168,6 +168,16 @@ def test_torchs_own_functions_are_seen_in_a_symbolic_trace():
     assert frozen_randomness(fx.symbolic_trace(Model())) == ["rrelu (as in train)", "alpha_dropout (as in eval)", "dropout_ (as in train)"]
 
 
+def test_what_draws_by_itself_is_seen_in_a_symbolic_trace():
+    class Model(nn.Module):
+        def forward(self, x):
+            noise = torch.empty_like(x).exponential_() + torch.normal(x, 1.0)
+            return F.gumbel_softmax(noise), noise.softmax(-1).multinomial(2), torch.randint_like(x, 5)
+
+    names = ("exponential_", "normal", "gumbel_softmax", "multinomial", "randint_like")
+    assert frozen_randomness(fx.symbolic_trace(Model())) == [f"{name} (drawn always)" for name in names]
+
+
 def test_a_warning_made_an_error_changes_nothing():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 128))
     before = snapshot(model)
