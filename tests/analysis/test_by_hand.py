@@ -341,6 +341,8 @@ def test_formulas_are_those_that_were_counted_by():
     said = {impl: analyze(pruned, x, impl=impl).explain("0:pruned_linear") for impl in (None, "reference")}
     assert "dW from a pruned input. E_s" in said[None] and "without the kernel, from `values` kept elements" in said["reference"]
     assert "Writing what of an input" in analyze(pruned, x).explain("0:compress")
+    odd = fxmask.apply(nn.Sequential(nn.Linear(64, 63)), fxmask.ActivationPruning(0.5, 16))
+    assert "without the kernel, from `values` kept elements" in analyze(odd, x).explain("0:pruned_linear")
     dropped = analyze(dropping(), x, impl="reference").explain("1:dropped_linear")
     assert "(1 - p) of the dense op's" in dropped and "The list matmul" not in dropped
     odd = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ratio=0.5, block=(24, 16))

@@ -98,6 +98,13 @@ def test_an_op_of_the_users_own_writes_nothing_where_it_returns_a_view(library):
     assert bytes_of(report, "fxmask_analysis.parts") == {"fwd": 4 * 10 * 6 + 4 * 6}
 
 
+def test_an_op_of_the_users_own_writes_a_result_once_that_it_returns_twice(library):
+    library.define("twice(Tensor x) -> Tensor[]")
+    library.impl("twice", lambda x: [y := x.clone(), y.t()], "CompositeExplicitAutograd")
+    report = analyze(Apply(lambda x: torch.ops.fxmask_analysis.twice(x)[1]), torch.randn(10, 6), phases=("fwd",))
+    assert bytes_of(report, "fxmask_analysis.twice") == {"fwd": 2 * 4 * 10 * 6}
+
+
 @pytest.mark.parametrize(("masked", "kept"), [(False, 64 * 64), (True, 64 * 64 // 2)])
 def test_bytes_of_the_parts_that_a_long_pruned_product_is_summed_from(masked, kept):
     """8,192 tokens, half of each strip's kept, are four shares of 1,024: float32 sums that are written, read and added up."""

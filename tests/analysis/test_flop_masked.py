@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from analysis.counted import MODELS, SMALL, Attention, both, kept_of, left_out, mlp, on_meta, sdpa, totals
+from analysis.counted import MODELS, SMALL, Apply, Attention, both, kept_of, left_out, mlp, on_meta, sdpa, totals
 from analysis.counted import analyze as count
 from torch import nn
 from torch.utils.flop_counter import flop_registry
@@ -179,6 +179,13 @@ def test_grouped_products(grad):
         expected = F.grouped_mm(a, b, offs=o)
         found = shapes.grouped_mm(a, b, o)
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+
+
+def test_grouped_products_along_the_outputs():
+    """(G, M, K) by (K, N), of whose columns each belongs to one group."""
+    offs = torch.tensor([3, 3, 11, 20], dtype=torch.int32)
+    report = count(Apply(lambda a, b: F.grouped_mm(a, b, offs=offs)), torch.randn(4, 5, 64), torch.randn(64, 20), phases=("fwd",))
+    assert report.summary["flop"]["fwd"] == 2 * 5 * 64 * 20
 
 
 def test_meta_weights_have_the_right_number_of_blocks():
