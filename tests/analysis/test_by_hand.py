@@ -133,8 +133,15 @@ def test_what_is_added_to_a_masked_weight_is_multiplied_everywhere(name):
     assert (s["flop"]["fwd"], s["flop"]["bwd_dw"]) == (2 * TOKENS * 2048 + made, 2 * TOKENS * 2048 + 2 * made)
 
 
-def test_a_masked_weight_that_is_scaled_keeps_its_blocks():
-    s = analyze(reading(lambda m, x: F.linear(x, m.scale * m.a.weight)), torch.randn(TOKENS, 64)).summary
+SCALED = {
+    "multiplied": lambda m, w: m.scale * w,
+    "fake quantised": lambda m, w: torch.fake_quantize_per_tensor_affine(w, torch.tensor(0.1), torch.tensor(0), -128, 127),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_masked_weight_that_is_scaled_keeps_its_blocks(name):
+    s = analyze(reading(lambda m, x: F.linear(x, SCALED[name](m, m.a.weight))), torch.randn(TOKENS, 64)).summary
     assert s["flop"]["fwd"] == 2 * TOKENS * 512 and s["flop_dense"]["fwd"] == 2 * TOKENS * 2048
 
 

@@ -277,6 +277,12 @@ KINDS = {
 }
 
 
+def test_an_input_is_given_alone_in_a_tuple_in_a_list_or_by_name():
+    model = nn.Linear(16, 8)
+    found = [fxmask.analyze(model, given).summary for given in (X, (X,), [X], {"input": X})]
+    assert all(summary == found[0] for summary in found)
+
+
 @pytest.mark.parametrize("case", KINDS)
 def test_options_of_another_kind(case):
     options, text = KINDS[case]
