@@ -75,6 +75,7 @@ def test_an_override_that_a_later_one_overtakes():
         assert [int(m.sum()) for m in fxmask.masks(model).values()] == [3, 3]
     for overrides in ({"*": {"ratio": 0.25}, "0": False}, {"0": False, "2": {"ratio": 0.25}}, {"*": {"ratio": 0.25}}, {"[01]": False, "[12]": {"ratio": 0.25}}):
         fxmask.apply(net(), ratio=0.5, overrides=overrides)  # without a word
+    fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ratio=0.5, overrides={"*": {"ratio": 0.25}, "0": {"ratio": 0.75}})  # an only layer is every layer
     configs = fxmask.WeightMask(ratio=0.5, block=(8, 8)), fxmask.ActivationPruning(ratio=0.5, block=8)
     model = fxmask.apply(net(), *configs, overrides={"0": {"activations": {"ratio": 0.25}}, "*": {"ratio": 0.75}})  # the inputs of layer 0 are its own
     assert "25 %" in str(model[0]) and "50 %" in str(model[2])
