@@ -142,15 +142,16 @@ class OfWrapped(Layers):
 
 
 class Quiet(Layers):
-    """A penalty, a table that a product reads and a plain product with a matrix of another layout: none of them is a linear that was lost."""
+    """Penalties, a power iteration, a table that a product reads, a plain product with a matrix of another layout: none of them is a linear that is lost."""
 
     def __init__(self):
         super().__init__()
         self.table, self.other = nn.Embedding(40, 32), nn.Module()
         self.other.weight = nn.Parameter(torch.randn(32, 32))
+        self.register_buffer("u", torch.ones(32))
 
     def forward(self, x):
-        penalty = (self.a.weight @ self.a.weight.t()).square().sum() + self.b.weight.norm()
+        penalty = (self.a.weight @ self.a.weight.t()).square().sum() + self.b.weight.norm() + torch.mv(self.a.weight, self.u).norm()
         y = self.b(self.a(self.table(torch.arange(4)) + x @ self.other.weight))
         return y @ self.table.weight.t() + penalty
 
