@@ -23,7 +23,7 @@ SMALLEST = 32  # rows or columns
 class MuonAdamW(Optimizer):
     """One group of matrices, one of everything else; one state, which a checkpoint holds as that of any optimiser.
 
-    Under masks: `fxmask.guard(..., returning="zero")`, because it cannot know that this class looks at whole matrices. Takes parameters, no groups.
+    Under masks: `fxmask.guard(..., returning="zero")`, as all recorded runs had it, clears AdamW's momenta, too. Takes parameters, no groups.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float | Tensor, weight_decay: float, fused: bool | None = None, capturable: bool = False) -> None:

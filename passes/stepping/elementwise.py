@@ -21,10 +21,15 @@ ELEMENTWISE = (
 )  # fmt: skip
 
 
+def _is_muon(optimizer: Optimizer) -> bool:
+    """Whether it is torch.optim's, or by its name somebody else's: timm's, Keller Jordan's. All call the momentum `momentum_buffer`."""
+    return any("muon" in c.__name__.lower() for c in type(optimizer).__mro__)
+
+
 def looks_at_others(optimizer: Optimizer) -> bool:
-    """Whether this is one of torch.optim, or made from one, that moves an element by the gradients and momenta of others: Muon, Adafactor, LBFGS."""
+    """Whether this is a Muon, or one of torch.optim, or made from one, that moves an element by the gradients and momenta of others: Adafactor, LBFGS."""
     theirs = [c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim") and c is not Optimizer and issubclass(c, Optimizer)]
-    return any(c not in ELEMENTWISE for c in theirs)
+    return _is_muon(optimizer) or any(c not in ELEMENTWISE for c in theirs)
 
 
 def cleared_while_masked(optimizer: Optimizer, returning: str) -> str:
@@ -32,7 +37,7 @@ def cleared_while_masked(optimizer: Optimizer, returning: str) -> str:
     chain = find_wrapped(optimizer)
     if returning == "zero" and any(type(o) not in ELEMENTWISE for o in chain):
         return EVERY
-    return "momentum_buffer" if any(isinstance(o, optim.Muon) for o in chain) else ""
+    return "momentum_buffer" if any(map(_is_muon, chain)) else ""
 
 
 def refuse(optimizer: Optimizer, vouched: bool) -> None:

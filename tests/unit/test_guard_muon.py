@@ -11,6 +11,7 @@ from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxmask
+from fxmask.kernels.errors import UnsupportedError
 from fxmask.kernels.grid import expand_mask
 from fxmask.passes.stepping import gathered
 
@@ -20,6 +21,8 @@ MUON = dict(lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
 class Average(optim.Optimizer):
     """Somebody's own optimiser: every element moves by the mean of all momenta of its weight."""
 
+    memory = "memory"
+
     def __init__(self, params, lr=0.1):
         super().__init__(params, dict(lr=lr))
 
@@ -27,7 +30,7 @@ class Average(optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
-                memory = self.state[p].setdefault("memory", torch.zeros_like(p))
+                memory = self.state[p].setdefault(self.memory, torch.zeros_like(p))
                 memory.mul_(0.9).add_(p.grad)
                 p.sub_(group["lr"] * memory.mean())
 
@@ -137,6 +140,16 @@ def test_muon_steps_as_if_masked_blocks_had_never_been(large, monkeypatch):
         assert not optimiser.state[p]["momentum_buffer"][~kept].any()
 
 
+def test_somebody_elses_muon_is_known_by_its_name():
+    """timm's, Keller Jordan's: no class of torch.optim, the same momentum."""
+    muon = type("AdaMuonWithAuxAdam", (Average,), {"memory": "momentum_buffer"})
+    weights, seen, _ = ramped(muon)
+    for got, expected in zip(weights, in_plain_pytorch(muon, seen), strict=True):
+        assert torch.equal(got, expected)
+    with pytest.raises(UnsupportedError, match="this one looks at others"):
+        fxmask.guard(muon([nn.Parameter(torch.ones(2))]), fxmask.apply(mlp(), block=(16, 16)), masked_step="elementwise")
+
+
 def test_a_momentum_that_looks_like_a_copy_of_its_weight_is_cleared():
     model = fxmask.apply(mlp(), ratio=0.6, block=(16, 16))
     optimiser, w = optim.Muon(matrices(model), **MUON), model[0].weight
@@ -195,7 +208,7 @@ def test_others_of_torch_keep_what_they_have(cls):
         assert state["exp_avg"][~kept].any() if cls is optim.AdamW else state["row_var"].all()
 
 
-@pytest.mark.parametrize("cls", [Average, type("Mine", (optim.SGD,), {"step": Average.step})])
+@pytest.mark.parametrize("cls", [Average, type("Mine", (optim.SGD,), {"step": Average.step, "memory": "memory"})])
 @pytest.mark.parametrize("returning", ["keep", "zero"])
 def test_an_optimiser_of_ones_own_is_told_by_returning(returning, cls):
     weights, seen, _ = ramped(cls, returning=returning)
