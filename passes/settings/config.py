@@ -94,6 +94,8 @@ class WeightMask(Options):
         object.__setattr__(self, "ratio", float(self.ratio))  # numpy's numbers could not be saved
         object.__setattr__(self, "block", check_block(self.block))
         one_of("backward mode", self.backward, MODES)
+        if callable(self.criterion):
+            raise ConfigError(f"criterion: expected a name, got {self.criterion!r}; scores that you compute yourself go in by fxmask.apply(scores=...).")
         one_of("criterion", self.criterion, (*CRITERIA, *LEARNED, GIVEN))
         one_of("ties", self.ties, TIES)
         one_of("read", self.read, ("call", "weight"))
@@ -114,7 +116,8 @@ class WeightMask(Options):
                 raise ConfigError(f"schedule={self.schedule!r} needs a length: expected fxmask.Schedule({self.schedule!r}, steps=...).")
             object.__setattr__(self, "schedule", None)
         if self.schedule is not None and not isinstance(self.schedule, (Schedule, Feedback)):
-            raise ConfigError(f"schedule: expected None or a fxmask.Schedule (or fxmask.Feedback), got {self.schedule!r}.")
+            own = "; a ramp of your own is a class made from fxmask.Schedule with another ratio_at" if callable(self.schedule) else ""
+            raise ConfigError(f"schedule: expected None or a fxmask.Schedule (or fxmask.Feedback), got {self.schedule!r}{own}.")
         if self.refresh == 0 and self.schedule is not None and self.schedule.moves:
             what = "refresh=0 builds the mask once, and a schedule wants it to move: expected refresh of at least 1 with a schedule"
             ramp = isinstance(self.schedule, Schedule)

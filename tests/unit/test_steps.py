@@ -9,7 +9,7 @@ from torch import fx
 
 import fxmask
 from fxmask.errors import ConfigError, StateError
-from fxmask.kernels.grid import keep_count
+from fxmask.kernels.grid import expand_mask, keep_count
 from fxmask.passes.settings.config import SCHEDULES
 
 FORMS = pytest.mark.parametrize("form", ["module", "graph"])
@@ -298,3 +298,44 @@ def test_weights_set_by_hand_on_the_meta_device_take_the_state_with_the_next_mov
     expected = masked(ratio=0.7)
     assert torch.equal(model(x), expected(x))
     assert all(torch.equal(m, fxmask.masks(model)[name]) for name, m in fxmask.masks(expected).items())
+
+
+class Stairs(fxmask.Schedule):
+    """A ramp of a user's own."""
+
+    def ratio_at(self, step, target):
+        return target * (min(step, self.steps) // 2 * 2) / self.steps
+
+
+@FORMS
+def test_a_ramp_of_ones_own(form):
+    schedule = Stairs(steps=4)
+    model = masked(form, schedule=schedule)
+    for step in range(6):
+        fxmask.step(model, 1 if step else 0)
+        assert kept(model) == [keep_count(24, (0, 0, 0.25, 0.25, 0.5, 0.5)[step])] * 2
+    other = masked(form, schedule=schedule)
+    fxmask.load_state_dict(other, fxmask.state_dict(model))
+    assert kept(other) == [12, 12]
+
+
+def test_a_criterion_of_ones_own_chooses_anew():
+    model = mlp()
+    optimiser, handle, before = torch.optim.Adam(model.parameters(), lr=0.1), None, None
+    for step in range(6):
+        if step % 3 == 0:
+            if handle is not None:
+                handle.remove()
+                fxmask.restore(model)
+            scores = torch.arange(24.0).reshape(6, 4) * (1 if step else -1)
+            fxmask.apply(model, ratio=0.5, block=(16, 16), scores={"0": scores})
+            handle = fxmask.guard(optimiser, model)
+            mask = fxmask.masks(model)["0.weight"]
+            assert torch.equal(mask, scores > scores.median())
+        out = ~expand_mask(mask, model[0].weight.shape, (16, 16))
+        before = model[0].weight.detach().clone()
+        optimiser.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimiser.step()
+        assert torch.equal(model[0].weight[out], before[out]) and not torch.equal(model[0].weight, before)
+    assert optimiser.state[model[0].weight]["step"] == 6
