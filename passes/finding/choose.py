@@ -117,6 +117,9 @@ def _warn_unused(found: list[Candidate], options: dict[str, list[Pattern]], othe
             if not any(matches(p, c) for c in (*found, *(c for c in others() if id(c.weight) not in here))):
                 under = f"{p}.*" if isinstance(p, str) else ""
                 hint = f" For what lies in it write {under!r}." if under and any(matches(under, c) for c in found) else ""
+                shared = {id(c.weight) for c in others() if matches(p, c)}
+                if called := [c.name for c in found if id(c.weight) in shared]:
+                    hint += f" A weight that layers share goes by the first one's name here: {first_of(called)}."
                 warn(f"{option}: {p!r} matches nothing; there are: {names}.{hint}")
 
 
