@@ -94,16 +94,18 @@ def test_a_budget():
     assert abs(sum(kept(model).values()) - 0.2 * 144) <= 1  # of blocks of 32x32, which all cost the same here
 
 
-def test_a_graph():
-    gm = snippet("README.md", "gm = fxmask.apply(torch.fx", model=net())["gm"]
+@pytest.mark.parametrize("page", ["README.md", "docs/graphs.md"])
+def test_a_graph(page):
+    gm = snippet(page, "gm = fxmask.apply(torch.fx", model=net())["gm"]
     assert kept(gm) == {"0.weight": 128, "2.weight": 128, "4.weight": 32}
     calls = [node for node in gm.graph.nodes if node.target is torch.ops.fxmask.masked_linear.default]
     assert [str(node.args[3].target) for node in calls] == ["fxmask_sites.0", "fxmask_sites.2", "fxmask_sites.4"]
 
 
-def test_the_compiler_backend():
+@pytest.mark.parametrize("page", ["README.md", "docs/graphs.md"])
+def test_the_compiler_backend(page):
     model, x = net(), torch.randn(8, 256)
-    code = code_of("README.md", "compiled = torch.compile(model, backend=").replace("{", '{"inner": "aot_eager", ')  # which compiles sooner
+    code = code_of(page, "compiled = torch.compile(model, backend=").replace("{", '{"inner": "aot_eager", ')  # which compiles sooner
     exec(code, names := {"torch": torch, "model": model})
     compiled = names["compiled"](x)
     torch.testing.assert_close(compiled, fxmask.apply(copy.deepcopy(model), ratio=0.8, block=(64, 64))(x))
