@@ -107,8 +107,12 @@ def allocated(model: nn.Module, decisions: list[Decision], overrides: Mapping[An
     if moving:
         what = f"apply(allocation={method!r}) spends its budget in blocks of one size, and phases change the block of {', '.join(moving[:3])}."
         raise ConfigError(message(what, moving[0], "leave the block out of phases, or give ratios by overrides=."))
-    new = [None if d.config is None else dataclasses.replace(d.config, ratio=found.get(d.candidate.name, d.config.ratio)) for d in decisions]
-    return [dataclasses.replace(d, config=c) for d, c in zip(decisions, new, strict=True)]
+    return [_with_ratio(d, found) for d in decisions]
+
+
+def _with_ratio(d: Decision, found: Allocation) -> Decision:
+    ratio = found.get(d.candidate.name)
+    return d if d.config is None or ratio is None else dataclasses.replace(d, config=dataclasses.replace(d.config, ratio=ratio))
 
 
 def allocation_of(

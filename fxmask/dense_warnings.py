@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -28,8 +28,7 @@ def warn_of_graphs(model: nn.Module) -> None:
     for name, gm in graph_modules(model):
         frozen = frozen_randomness(gm)
         if frozen:
-            what = f"the trace {name or type(gm).__name__} no longer follows train() and eval() here: {', '.join(frozen)}; the nn.Module itself would."
-            warn(what)
+            warn(f"the trace {name or type(gm).__name__} no longer follows train() and eval() here: {', '.join(frozen)}; the nn.Module itself would.")
 
 
 def warn_of_reads(model: nn.Module, decisions: list[Decision]) -> None:
@@ -65,20 +64,23 @@ def warn_of_regions(model: nn.Module, chosen: Iterable[Decision]) -> None:
     """
     changed = {id(d.candidate.module) for d in chosen}
     dense: dict[Any, str] = {}
-    for name, region in model.named_modules():
+    for place, name, m in _in_regions(model):
+        if id(m) in changed and place in dense:
+            what = f"torch.compile takes the code of one region for all that are alike (nested_compile_region), and {dense[place]} is dense before {name}"
+            fix = "mask all alike, those that are to stay dense with ratio=0.0, which keeps all of their blocks; or leave nested_compile_region out."
+            warn(message(f"{what}: compiled, {name} and its like may run dense.", fix=fix))
+            return
+        if not isinstance(m, Swapped) and id(m) not in changed:
+            dense.setdefault(place, name)
+
+
+def _in_regions(model: nn.Module) -> Iterator[tuple[Any, str, nn.Module]]:
+    """(its place in all regions that are alike, name, module) of what is inside of such regions."""
+    for prefix, region in model.named_modules():
         traced = getattr(region.forward, "__marked_compile_region_fn__", None)
-        if traced is None:
-            continue
-        alike = tuple((n, p.dtype, None if is_lazy(p) else p.shape) for n, p in region.named_parameters())
-        for inner, m in region.named_modules():
-            place, full = (id(getattr(traced, "__func__", traced)), alike, inner), f"{name}.{inner}".strip(".")
-            if id(m) in changed and place in dense:
-                what = f"torch.compile takes the code of one region for all that are alike (nested_compile_region), and {dense[place]} is dense before {full}"
-                fix = "mask all alike, those that are to stay dense with ratio=0.0, which keeps all of their blocks; or leave nested_compile_region out."
-                warn(message(f"{what}: compiled, {full} and its like may run dense.", fix=fix))
-                return
-            if not isinstance(m, Swapped) and id(m) not in changed:
-                dense.setdefault(place, full)
+        if traced is not None:
+            alike = tuple((n, p.dtype, None if is_lazy(p) else p.shape) for n, p in region.named_parameters())
+            yield from (((id(getattr(traced, "__func__", traced)), alike, name), f"{prefix}.{name}".strip("."), m) for name, m in region.named_modules())
 
 
 def warn_if_dense(model: nn.Module, decisions: list[Decision], left: list[Candidate]) -> None:
@@ -107,11 +109,8 @@ def warn_if_dense(model: nn.Module, decisions: list[Decision], left: list[Candid
             if c.regrow is not None and not c.regrow.exchanged(0, kept):
                 fixed.append(f"{name} ({kept} blocks kept)")
     if whole:
-        what = f"no block can be masked at this ratio, so these stay dense: {', '.join(whole)}; choose a smaller block for them."
-        warn(what)
+        warn(f"no block can be masked at this ratio, so these stay dense: {', '.join(whole)}; choose a smaller block for them.")
     if fixed:
-        what = f"regrow exchanges floor(fraction * kept) blocks, which is none in: {', '.join(fixed)}; choose a larger fraction or a smaller block for them."
-        warn(what)
+        warn(f"regrow exchanges floor(fraction * kept) blocks, which is none in: {', '.join(fixed)}; choose a larger fraction or a smaller block for them.")
     if uncovered:
-        what = f"cover=True with fewer blocks than rows or columns, so some stay empty: {', '.join(uncovered)}; choose a smaller ratio or block for them."
-        warn(what)
+        warn(f"cover=True with fewer blocks than rows or columns, so some stay empty: {', '.join(uncovered)}; choose a smaller ratio or block for them.")

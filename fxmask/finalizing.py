@@ -151,13 +151,15 @@ def _check(name: str, site: Site, weight: Tensor | None, format: str, users: dic
         what = f"fxmask.finalize needs whole weights, and this one is a {type(weight).__name__}."
         raise UnsupportedError(message(what, name, "load the gathered state_dict into a masked model that is not sharded, and finalize that."))
     refuse_shared(name, weight, users)
-    if format != "dense" and not isinstance(site, MaskedLayer):
+    if format == "dense":
+        return
+    if not isinstance(site, MaskedLayer):
         what = f"format={format!r} replaces the weight of a Linear, and this one is used by a traced graph."
         raise UnsupportedError(message(what, name, "call fxmask.apply on the nn.Module, or use format='dense'."))
-    if format != "dense" and isinstance(site, nn.Conv2d):
+    if isinstance(site, nn.Conv2d):
         what = f"PyTorch multiplies weights of format={format!r} in Linears alone: got a convolution."
         raise UnsupportedError(message(what, name, "use format='dense', or exclude the convolutions."))
-    if format != "dense" and site._fxmask_config.read == "weight":
+    if site._fxmask_config.read == "weight":
         what = f"format={format!r} needs the call of the layer, and its owner reads the weight instead."
         raise UnsupportedError(message(what, name, "use format='dense'."))
 

@@ -31,11 +31,12 @@ class Pair:
     def met(self, m: nn.Module) -> None:
         """The linear runs: its work is done, by its own training flag, whatever the Dropout's says."""
         self.waiting, on, self.on = 0, self.on, None
-        if on is not None and on != m.training and not m._fxmask_dropping.mc:  # type: ignore[union-attr]
+        if m._fxmask_dropping.mc:  # type: ignore[union-attr]
+            return
+        if on is not None and on != m.training:
             of = ("train()", "drops nothing") if on else ("eval()", "drops")
             warn_of_fused(f"a Dropout in {of[0]} rests for the linear behind it, which is not, and {of[1]}: expected both in one mode.")
-        gone = self.rests is not None and self.rests() is None
-        if gone and m.training and not m._fxmask_dropping.mc:  # type: ignore[union-attr]
+        if self.rests is not None and self.rests() is None and m.training:
             warn_of_fused("a linear drops for a Dropout that is in the model no more: expected that where it was, or no dropout, got the linear's.")
 
     def __getstate__(self) -> dict[str, Any]:

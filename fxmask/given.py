@@ -83,8 +83,8 @@ class Given:
                 return d  # another layer of the same weight, which nobody named
             fix = f"leave it out of {option}" + ("." if d.candidate.skip else ", or let include, exclude and overrides select it.")
             raise ConfigError(message(f"{option}[{key!r}] is of a layer that stays dense: {d.reason}.", name, fix))
-        overridden = [n for n in ("ratio", "criterion") if getattr(d.config, n) not in (getattr(config, n), GIVEN)]
-        overridden = [n for n in overridden if n == "criterion" or option == "masks"]
+        said = ("ratio", "criterion") if option == "masks" else ("criterion",)
+        overridden = [n for n in said if getattr(d.config, n) not in (getattr(config, n), GIVEN)]
         if overridden:
             what = f"overrides give {name!r} another {' and '.join(overridden)}, and {option}[{key!r}] says that itself: expected one of them."
             raise ConfigError(message(what, name, "leave one out."))
@@ -126,24 +126,24 @@ def refuse_given(masks: Any, scores: Any, beside: str) -> None:
 
 def _checked(option: str, name: Any, value: Any) -> Tensor:
     """A copy on the host of what is given for one layer: bool, or float32."""
-    where = f"{option}[{name!r}]"
-    wanted = "a bool tensor, True = kept" if option == "masks" else "a tensor of real numbers, the highest are kept"
+    where, is_mask = f"{option}[{name!r}]", option == "masks"
+    wanted = "a bool tensor, True = kept" if is_mask else "a tensor of real numbers, the highest are kept"
     if not isinstance(value, Tensor) or ranks.is_shard(value):
         raise ConfigError(f"{where}: expected {wanted}, got {type(value).__name__}.")
     if value.layout is not torch.strided:
         raise ConfigError(f"{where}: expected {wanted}, got a {value.layout} one; .to_dense() makes it plain.")
     if not has_values(value):
         raise UnsupportedError(f"{where}: expected values, got a {'tensor on the meta device' if value.is_meta else 'fake tensor'}.")
-    fits = value.dtype == torch.bool if option == "masks" else value.dtype != torch.bool and not value.is_complex()
+    fits = value.dtype == torch.bool if is_mask else value.dtype != torch.bool and not value.is_complex()
     if not fits:
-        binary = option == "masks" and not value.is_complex() and bool(((value == 0) | (value == 1)).all())
-        other = "of zeros and ones .bool() makes one." if binary else "scores go into scores=." if option == "masks" else "a mask goes into masks=."
+        binary = is_mask and not value.is_complex() and bool(((value == 0) | (value == 1)).all())
+        other = "of zeros and ones .bool() makes one." if binary else "scores go into scores=." if is_mask else "a mask goes into masks=."
         raise ConfigError(f"{where}: expected {wanted}, got {value.dtype}; {other}")
-    held = value.detach().to("cpu", torch.bool if option == "masks" else torch.float32, copy=True)
-    if option == "masks" and not held.any():
+    held = value.detach().to("cpu", torch.bool if is_mask else torch.float32, copy=True)
+    if is_mask and not held.any():
         fix = "leave the layer out; of a threshold over all layers take scores >= min(threshold, scores.max()), which keeps a block of each."
         raise ConfigError(message(f"{where}: keeps no block: expected at least one, got {tuple(held.shape)} without any.", str(name), fix))
-    if option == "scores" and held.isnan().any():
+    if not is_mask and held.isnan().any():
         raise ConfigError(f"{where}: expected numbers, got NaN in {int(held.isnan().sum())} of {held.numel()} blocks.")
     return held
 

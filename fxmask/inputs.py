@@ -54,18 +54,19 @@ def selected(
     """Which layers a config of inputs has, and with which options. Raises before anything is changed. `lifted`: of a Dynamo graph."""
     found, changes = [], _changes(config, overrides, alone)
     for d in decisions:
-        c: Config | None = config if d.config is not None else None
+        if d.config is None or not has_input(d):
+            continue
+        c: Config | None = config
         for pattern, change in changes.items():
-            if d.config is not None and matches(pattern, d.candidate):
+            if matches(pattern, d.candidate):
                 c = change
-        if c is None or d.config is None or not has_input(d):
+        if c is None:
             continue
         if isinstance(c, ActivationPruning) and isinstance(config, ActivationPruning) and c.affine != config.affine:
             what = "affine says what is looked for, and not how a layer is pruned: expected it in ActivationPruning(...) alone, got it in overrides."
             raise ConfigError(message(what, d.candidate.name, "overrides={pattern: False} leaves single products out."))
         if isinstance(c, ActivationPruning) and d.candidate.product:
             c = dataclasses.replace(c, impl="auto")  # which is of dW, and here is none
-        name = type(config).__name__
         if isinstance(c, BlockDropout) and c.mc and d.config.read == "weight":
             what = "mc=True drops in evaluation, and there the owner of this layer may read its weight past it (its fast path)."
             raise UnsupportedError(message(what, d.candidate.name, f"overrides={{{d.candidate.name!r}: False}}, or mc=False."))
@@ -73,7 +74,7 @@ def selected(
             what = f"impl={c.impl!r} of BlockDropout beside a WeightMask: its input is dropped in plain PyTorch, and the mask's own impl multiplies."
             raise UnsupportedError(message(what, d.candidate.name, "BlockDropout(..., impl='auto')."))
         if d.candidate.host is not None and not alone and not lifted:
-            what = f"a WeightMask and {name} together in a traced graph, whose masked node reads its input itself."
+            what = f"a WeightMask and {type(config).__name__} together in a traced graph, whose masked node reads its input itself."
             raise UnsupportedError(message(what, d.candidate.name, "call fxmask.apply on the nn.Module instead of its trace."))
         found.append((d, c))
     return found

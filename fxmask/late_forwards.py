@@ -22,15 +22,10 @@ def ended(found: Any, layers: list[ReadWeight], owner: nn.Module) -> Any:
     """What a forward returns. Each step of a generator or coroutine is the forward's: other code runs between them, and reads the Parameter."""
     if isinstance(found, _LATE):
         return _noted(found, layers, owner)
-    _refuse_lost_writes(layers, owner)
+    refuse_lost_writes(layers, owner)
     if type(found) in (tuple, list) and any(isinstance(part, _LATE) for part in found):
         return type(found)([_noted(part, layers, owner) if isinstance(part, _LATE) else part for part in found])
     return found
-
-
-def _refuse_lost_writes(layers: list[ReadWeight], owner: nn.Module) -> None:
-    if not torch.compiler.is_dynamo_compiling():
-        refuse_lost_writes(layers, owner)
 
 
 def _noted(inner: Any, layers: list[ReadWeight], owner: nn.Module) -> Any:
@@ -79,13 +74,13 @@ class _Awaited:
 
 def _generator(inner: Any, layers: list[ReadWeight], owner: nn.Module) -> Generator[Any, Any, Any]:
     value = yield from _steps(inner, layers)
-    _refuse_lost_writes(layers, owner)
+    refuse_lost_writes(layers, owner)
     return value
 
 
 async def _coroutine(inner: Any, layers: list[ReadWeight], owner: nn.Module) -> Any:
     value = await _Awaited(inner, layers)
-    _refuse_lost_writes(layers, owner)
+    refuse_lost_writes(layers, owner)
     return value
 
 
@@ -103,4 +98,4 @@ async def _async_generator(inner: Any, layers: list[ReadWeight], owner: nn.Modul
             raise
         except BaseException as e:
             step = inner.athrow(e)
-    _refuse_lost_writes(layers, owner)
+    refuse_lost_writes(layers, owner)

@@ -44,7 +44,7 @@ def _counter(weight: Tensor) -> Tensor:
 
 def refuse_lost_writes(layers: Sequence[ReadWeight], owner: nn.Module) -> None:
     """UnsupportedError where an eager forward that has ended wrote into what it read."""
-    for m in layers:
+    for m in () if torch.compiler.is_dynamo_compiling() else layers:
         held = None if m._fxmask_owned else _read.pop(m, None)
         if held is None:
             continue

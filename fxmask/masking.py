@@ -20,7 +20,7 @@ from .kernels.errors import ConfigError, StateError, message
 from .nm.nm_layers import any_nm
 from .nm.nm_masking import apply_nm, refuse_nm, restore_nm
 from .passes.counting.traced import backend_of
-from .passes.finding.choose import choose
+from .passes.finding.choose import Decision, choose
 from .passes.finding.conv import KINDS, Kinds, find_layers, kinds_of
 from .passes.finding.outside import outside
 from .passes.finding.patterns import Patterns
@@ -98,7 +98,7 @@ def apply(
     options = dict(ratio=ratio, block=block, backward=backward, criterion=criterion, refresh=refresh, start=start, schedule=schedule, impl=impl, seed=seed)
     config, other = configs_of(configs, options, more)
     kinds = kinds_of(layers, KINDS if isinstance(other, NMMask) else (nn.Linear,))
-    if config is None and other is not None and not isinstance(other, NMMask) and kinds != (nn.Linear,):
+    if config is None and isinstance(other, (ActivationPruning, BlockDropout)) and kinds != (nn.Linear,):
         what = f"layers={layers!r} with {type(other).__name__} alone, which is for inputs of Linears."
         raise ConfigError(message(what, "fxmask.apply", "leave layers out, or give a WeightMask, too."))
     check_model(model)
@@ -127,7 +127,8 @@ def apply(
         only_inputs(model, decisions, inputs)
         forget(model, (d.candidate.weight for d in decisions if id(d) in inputs.wanted))
         return model
-    products, decisions = ([d for d in decisions if d.candidate.product == which] for which in (True, False))
+    products = [d for d in decisions if d.candidate.product]
+    decisions = [d for d in decisions if not d.candidate.product]
     if allocation is not None:
         decisions = allocated(model, decisions, overrides, config.ratio, allocation)
     decisions = with_budgets(decisions)
@@ -141,14 +142,18 @@ def apply(
     mask(model, decisions)
     inputs.change(model)
     start_gain([(site, w) for _, site, w in sites(model) if w is not None and id(site) not in before])  # last, as it changes weights
+    _note(model, decisions, saved_pruned(model, products))
+    return model
+
+
+def _note(model: nn.Module, decisions: list[Decision], products: list[Decision]) -> None:
+    """Keep what was decided: for `explain`, for a guard, and for the compiler backend."""
     model.__dict__.pop(FINAL, None)
-    done = saved_pruned(model, products)
-    model.__dict__[REASONS] = {d.candidate.key: d.reason for d in [*decisions, *done] if d.config is None or d.candidate.product}
+    model.__dict__[REASONS] = {d.candidate.key: d.reason for d in (*decisions, *products) if d.config is None or d.candidate.product}
     masked = (d.candidate.name for d in decisions if d.config is not None and d.candidate.host is None)
     model.__dict__[SELECTED] = tuple(dict.fromkeys((*model.__dict__.get(SELECTED, ()), *masked)))
     mark_decided(decisions)
     forget(model, (d.candidate.weight for d in decisions))
-    return model
 
 
 def restore(model: M) -> M:

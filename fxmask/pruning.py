@@ -34,11 +34,13 @@ class Pruned(Swapped):
         return ", ".join(filter(None, (super().extra_repr(), f"activations: {words(self)}")))
 
 
-def _refuse_tracing(m: nn.Module, input: Tensor) -> None:
+def _begin(m: Pruned, input: Tensor) -> None:
+    """Of a forward: note that it runs, and look at what the compiler is to compare. Raises: UnsupportedError while it is traced."""
     noted.note(m)
     if isinstance(input, Proxy):
         what = "torch.fx.symbolic_trace cannot look into a pruned layer: expected a dense model."
         raise UnsupportedError(message(what, type(m).__name__, "trace first, then fxmask.apply(traced, ActivationPruning(...))."))
+    look_at_asked(m)
 
 
 def _refuse_shard(m: nn.Module, weight: Tensor) -> None:
@@ -54,8 +56,7 @@ class PrunedLinear(Pruned):
     def forward(self, input: Tensor) -> Any:
         if not isinstance(self, PrunedLinear):
             return of_now(self, input)
-        _refuse_tracing(self, input)
-        look_at_asked(self)
+        _begin(self, input)
         weight = raw_weight(self)
         _refuse_shard(self, weight)
         return self._fxmask_pruning.linear(input, weight, self.bias, self.training)
@@ -69,8 +70,7 @@ class PrunedProduct(Pruned):
     def forward(self, input: Tensor) -> Any:
         if not isinstance(self, PrunedProduct):
             return of_now(self, input)
-        _refuse_tracing(self, input)
-        look_at_asked(self)
+        _begin(self, input)
         p = self._fxmask_product
         _refuse_shard(self, getattr(self, p.a))
         b = getattr(self, p.b) if p.b else None
@@ -91,7 +91,8 @@ def prune(model: nn.Module, chosen: list[tuple[Decision, ActivationPruning]]) ->
                 m.__class__ = masked_class(cls, PrunedProduct if d.candidate.product else PrunedLinear)
             install(m, config)
             note_asked(m, config)
-    linears, products = ([(d, config) for d, config in chosen if d.candidate.product == which] for which in (False, True))
+    products = [(d, config) for d, config in chosen if d.candidate.product]
+    linears = [(d, config) for d, config in chosen if not d.candidate.product]
     rewrites = [PruneActivations(linears), PruneProducts(products)]
     for _, gm in graph_modules(model):
         run_passes(gm, rewrites)

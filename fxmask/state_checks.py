@@ -96,10 +96,9 @@ def _wrong_values(site: Site, entry: dict[str, Any]) -> Iterator[str]:
         yield f"policy: expected one of {', '.join(POLICIES[1:])} or None, got {entry['policy']!r}"
     mask, flips, c = entry["mask"], entry["flips"], _then(site, entry)
     for key, t, dtype in (("mask", mask, torch.bool), ("flips", flips, torch.int64)):
-        wanted = c.cached
-        if wanted and (not isinstance(t, torch.Tensor) or t.dtype != dtype or not has_values(t) or (key == "flips" and t.ndim)):
+        if c.cached and (not isinstance(t, torch.Tensor) or t.dtype != dtype or not has_values(t) or (key == "flips" and t.ndim)):
             yield f"{key}: expected a tensor of {dtype} with values, got {f'one of {t.dtype}, {tuple(t.shape)}' if isinstance(t, torch.Tensor) else repr(t)}"
-        if not wanted and t is not None:
+        if not c.cached and t is not None:
             yield f"{key}: expected None, because each forward builds the mask, got {type(t).__name__}"
     grid = grid_shape(site._fxmask_shape, c.block)
     for key, wanted in (("score", c.observes or site._fxmask_own is not None), ("growth", c.wants_growth)):

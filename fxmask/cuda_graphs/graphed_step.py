@@ -86,23 +86,25 @@ class Graphed(Generic[T]):
 
     def _compared(self, handles: list[GuardHandle]) -> Hashable:
         """What Python decides now. Graphs that read what lies elsewhere by now are gone after this."""
-        facts = self._facts
-        if facts is not None and facts.handles != handles:
-            self._why, facts = "its guards have changed", None
-        tensors = facts.tensors() if facts is not None else []
-        if facts is not None and (len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True))):
-            self._why, facts = "tensors that the graph reads were replaced", None
-        if facts is None:
+        outdated = "" if self._facts is None else self._outdated(self._facts, handles)
+        if self._facts is None or outdated:
+            self._why = outdated or self._why
             if self._graphs:
                 self._drop()
-            facts = self._facts = Facts(self._optimizers, (*self._models, *self._layers), handles, self._device)
-            self._tensors, self._decided = facts.tensors(), facts.decisions()
-            return tuple(self._decided.values())
-        decided = facts.decisions()
-        if decided != self._decided:
-            self._why = f"what a graph holds fixed has changed: {next(label for label in decided if decided[label] != self._decided[label])}"
-        self._decided = decided
-        return tuple(decided.values())
+            self._facts = Facts(self._optimizers, (*self._models, *self._layers), handles, self._device)
+            self._tensors, self._decided = self._facts.tensors(), self._facts.decisions()
+        before, self._decided = self._decided, self._facts.decisions()
+        changed = [label for label, value in self._decided.items() if value != before[label]]
+        self._why = f"what a graph holds fixed has changed: {changed[0]}" if changed else self._why
+        return tuple(self._decided.values())
+
+    def _outdated(self, facts: Facts, handles: list[GuardHandle]) -> str:
+        """Why facts are no longer those of the graphs; empty where they are."""
+        if facts.handles != handles:
+            return "its guards have changed"
+        tensors = facts.tensors()
+        same = len(tensors) == len(self._tensors) and all(a is b for a, b in zip(tensors, self._tensors, strict=True))
+        return "" if same else "tensors that the graph reads were replaced"
 
     def _as_it_is(self) -> T:
         """A step that is not captured, on the stream of captures, as torch asks for before one; without the warning of optimisers that nothing is captured."""

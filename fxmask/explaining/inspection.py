@@ -99,17 +99,14 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
     known = Known(masked, reasons, nm, by_graphs, NO_GRAPH if by_backend else UNSEEN, health is not False, history)
     found = [c for c in _candidates(model, reasons) if not any(i.node is n for i in traced for n in c.nodes)]
     told, products = rows_of(model, found, traced, known)
-    dropped = _name_inputs(model, [row for row, _ in told], products)
-    total, kept, unknown = _elements(told)
-    rows, layers = [row for row, _ in told], "layers" if any(nn.Conv2d in c.types for c in found) else "linears"
-    summary = {layers: len(rows), "masked": sum(r["masked"] for r in rows), f"weight elements in {layers}": total, "of them in kept blocks": kept}
-    summary |= {"of them under masks that nobody knows here": unknown} if unknown else {}
-    summary |= {"products with parameters": len(products)} if products else {}
-    notes = (_NM_NOTES if nm else _NOTES) if any(r["masked"] for r in rows) else []
+    rows = [row for row, _ in told]
+    dropped = _name_inputs(model, rows, products)
     every = [{k: v for k, v in row.items() if k not in ("elements", "kept")} for row in (*rows, *products)]
     left = [c for c in outside(model, found) if not seen(c.weight) and id(c.weight) not in parts]  # those have rows, or what is made of them has one
-    notes = [*notes, *([f"In no nn.Linear, where masks do not reach: {plain(words_of(left))}."] if left else [])]
-    return Report("fxmask.explain", every, [*notes, *map(plain, _notes(model, by_backend, dropped, bool(traced)))], summary)
+    notes = (_NM_NOTES if nm else _NOTES) if any(r["masked"] for r in rows) else []
+    more = map(plain, _notes(model, left, by_backend, dropped, bool(traced)))
+    layers = "layers" if any(nn.Conv2d in c.types for c in found) else "linears"
+    return Report("fxmask.explain", every, [*notes, *more], _summary(layers, told, products))
 
 
 def _name_inputs(model: nn.Module, rows: list[dict[str, Any]], products: list[dict[str, Any]]) -> bool:
@@ -124,13 +121,19 @@ def _name_inputs(model: nn.Module, rows: list[dict[str, Any]], products: list[di
     return bool(dropped)
 
 
-def _elements(told: list[tuple[dict[str, Any], Tensor]]) -> tuple[int, int, int]:
-    """Weight elements, those kept, and those whose mask nobody knows. A weight of two layers is one in memory, and whole where one of them is dense."""
+def _summary(layers: str, told: list[tuple[dict[str, Any], Tensor]], products: list[dict[str, Any]]) -> dict[str, int]:
+    """How many layers and weight elements there are. A weight of two layers is one in memory, and whole where one of them is dense."""
     held: dict[int, tuple[int, int | None]] = {}
     for row, weight in told:
         kept = [k for k in (row["kept"], held.get(id(weight), (0, None))[1]) if k is not None]
         held[id(weight)] = row["elements"], max(kept, default=None)
-    return sum(n for n, _ in held.values()), sum(k or 0 for _, k in held.values()), sum(n for n, k in held.values() if k is None)
+    summary = {layers: len(told), "masked": sum(row["masked"] for row, _ in told), f"weight elements in {layers}": sum(n for n, _ in held.values())}
+    summary["of them in kept blocks"] = sum(k or 0 for _, k in held.values())
+    if unknown := sum(n for n, k in held.values() if k is None):
+        summary["of them under masks that nobody knows here"] = unknown
+    if products:
+        summary["products with parameters"] = len(products)
+    return summary
 
 
 def plain(text: str) -> str:
@@ -138,8 +141,10 @@ def plain(text: str) -> str:
     return re.sub(r"(?<!\w)_orig_mod\.|\.?(?<!\w)_orig_mod(?!\w)", "", text)
 
 
-def _notes(model: nn.Module, by_backend: bool, drops: bool, frozen: bool) -> Iterator[str]:
+def _notes(model: nn.Module, left: list[Candidate], by_backend: bool, drops: bool, frozen: bool) -> Iterator[str]:
     """What no row can say."""
+    if left:
+        yield f"In no nn.Linear, where masks do not reach: {words_of(left)}."
     if idle := never_run(sites(model)):
         why = "it is older than the masks, or made inside fxmask.dense, or something reads .weight whole"
         yield f"Have a gradient, and their masked forward has not run: {first_of(idle)}; {why}."
@@ -158,8 +163,8 @@ def _notes(model: nn.Module, by_backend: bool, drops: bool, frozen: bool) -> Ite
         yield "Masks that are part of a trace: their ratio, start and schedule rest as they were; apply, guard, step and restore need the model itself."
     if is_unflattened(model):
         yield "Graphs of torch.export.unflatten, as stages of pipelining have them, are not looked into: masks that are part of them have no rows."
-    if drops and (left := other_dropouts(model)):
-        yield f"Dropouts that are left alone: {', '.join(left)}."
+    if drops and (others := other_dropouts(model)):
+        yield f"Dropouts that are left alone: {', '.join(others)}."
 
 
 def _candidates(model: nn.Module, reasons: dict[str, str]) -> list[Candidate]:

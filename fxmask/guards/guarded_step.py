@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -36,18 +35,13 @@ class GuardedStep:
             return (self._compact.stand_in, *args[1:]), kwargs
         if not self._closure:
             return None
-        shown = partial(_hidden, self._guarded)
-        return (args[0], *map(shown, args[1:])), {k: shown(a) for k, a in kwargs.items()}
+        return (args[0], *(hiding(a, self._guarded) for a in args[1:])), {k: hiding(a, self._guarded) for k, a in kwargs.items()}
 
     def finish(self, optimizer: Optimizer, is_ours: Callable[[Site], bool]) -> None:
         """Put back what the step was not to move, of weights that are guarded still."""
         if self._compact is not None:
             kept_alone.finish(optimizer, self._compact)
         after_step(optimizer, [g for g in self._whole if is_ours(g.site)])
-
-
-def _hidden(guarded: list[Guarded], argument: Any) -> Any:
-    return hiding(argument, guarded) if callable(argument) else argument
 
 
 def _observe(optimizer: Optimizer, guarded: list[Guarded], closure: bool) -> None:

@@ -20,15 +20,6 @@ from .guarded import Named
 from .lost_state import warn_of_lost_state
 from .replaced import warn_of_replaced
 
-AGAIN = (
-    "a guard ended with fxmask.restore, and its model is masked anew",
-    "call fxmask.guard(optimizer, model) again; or remove() on the handle of the old guard, if that is meant.",
-)
-NEWLY = (
-    "layers were masked after fxmask.guard, which does not hold them",
-    "call remove() on its handle, then fxmask.guard(optimizer, model) again.",
-)
-
 
 class Noticed:
     """What a guard has seen so far, so that it says each thing once."""
@@ -61,14 +52,18 @@ class Noticed:
         """FxMaskWarning, once, where layers were masked after the guard, for the first time or again, and nobody guards them."""
         if self._applied == times_applied():
             return
-        again, self._applied, model = any(decided_by_apply(w) for _, _, w in self.lost), times_applied(), self.model()
+        self._applied, model = times_applied(), self.model()
+        again = any(decided_by_apply(w) for _, _, w in self.lost)
         found = self.lost if model is None else sites(model)
         bare = [n for n, s, w in found if s.__dict__.get("_fxmask_policy", "") is None and isinstance(w, nn.Parameter) and group_of(optimizer, w) is not None]
         self.lost = [] if again else self.lost
         if bare:
-            what, fix = AGAIN if again else NEWLY
-            what += ": expected a new guard, got none. Masked weights move, steps do not count."
-            warn(message(what, first_of(bare), fix))
+            what = "layers were masked after fxmask.guard, which does not hold them"
+            fix = "call remove() on its handle, then fxmask.guard(optimizer, model) again."
+            if again:
+                what = "a guard ended with fxmask.restore, and its model is masked anew"
+                fix = "call fxmask.guard(optimizer, model) again; or remove() on the handle of the old guard, if that is meant."
+            warn(message(f"{what}: expected a new guard, got none. Masked weights move, steps do not count.", first_of(bare), fix))
 
     def look_for_replaced(self, guarded: Sequence[Guarded]) -> None:
         """FxMaskWarning where a layer is gone from the model. Once for each: those of a branch that does not always run have no gradient, either."""

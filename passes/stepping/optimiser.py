@@ -7,7 +7,7 @@ hold, of all weights at once where kernels run (`set_aside`), gathered of a larg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -99,8 +99,11 @@ def _show_gradient(g: Guarded, out: Tensor) -> None:
         grad.copy_(torch.where(((grad == g.gradient) | out).all(), g.gradient, grad))
 
 
-def hiding(closure: Callable[..., Any], guarded: Iterable[Guarded]) -> Callable[..., Any]:
-    """A step's closure that hides what it has given of masked blocks, as `before_step` has hidden what was there; it begins with whole gradients."""
+def hiding(closure: Any, guarded: Iterable[Guarded]) -> Any:
+    """A step's closure that hides what it has given of masked blocks, as `before_step` has hidden what was there; it begins with whole gradients.
+
+    Any other argument of a step as it is.
+    """
     found = [(g, ~_elements(g.mask, g, g.block)) for g in guarded if g.mask is not None and g.clear and g.policy == "freeze"]
 
     def hidden(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +116,7 @@ def hiding(closure: Callable[..., Any], guarded: Iterable[Guarded]) -> Callable[
                 _hide_gradient(g, out)
         return made
 
-    return hidden if found else closure
+    return hidden if found and callable(closure) else closure
 
 
 @torch.no_grad()
