@@ -12,6 +12,7 @@ import csv
 import math
 import re
 from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,9 @@ SUMMED = ("time_us", "dram_read_bytes", "dram_write_bytes", "l2_bytes", "l1_byte
 RATED = {"l1_hit_rate": "l1_bytes", "l2_hit_rate": "l2_bytes"}  # what a hit rate's mean is weighted by
 
 _TENS = {"": 0, "n": -9, "u": -6, "m": -3, "K": 3, "k": 3, "M": 6, "G": 9, "T": 12}
-_UNIT = re.compile(r"(|[numKkMGT])(byte|B|second|s|sector)(/second|/s)?")
-# column -> the unit of its values, and the power of ten that brings one to the column's
-_MEANT = {"time_us": ("second", 6), "gbps_meas": ("byte/second", -9), "dram_read_bytes": ("byte", 0), "dram_write_bytes": ("byte", 0)}
-_MEANT |= {"l2_bytes": ("sector", 0), "l1_bytes": ("sector", 0)}
-_LONG = {"byte": "byte", "B": "byte", "second": "second", "s": "second", "sector": "sector", None: "", "/second": "/second", "/s": "/second"}
+# column -> the names of its unit, and the power of ten that brings one to the column's
+_UNITS = {"time_us": (("second", "s"), 6), "gbps_meas": (("byte/second", "byte/s", "B/second", "B/s"), -9)}
+_UNITS |= dict.fromkeys(("dram_read_bytes", "dram_write_bytes"), (("byte", "B"), 0)) | dict.fromkeys(("l2_bytes", "l1_bytes"), (("sector",), 0))
 
 
 def _number(text: str) -> float | None:
@@ -64,17 +63,16 @@ def _value(column: str, text: str, unit: str, where: str) -> float | None:
     number = _number(text)
     if number is None or (column == "gbps_meas" and unit == "%"):
         return None
-    if column not in _MEANT:  # a hit rate
+    if column not in _UNITS:  # a hit rate
         return number
-    meant, tens = _MEANT[column]
-    match = _UNIT.fullmatch(unit.strip())
-    if match and _LONG[match[2]] + _LONG[match[3]] == meant:
-        tens += _TENS[match[1]]
-        scaled = number * 10**tens if tens >= 0 else number / 10**-tens  # one rounding: 1,500 ns are 1.5 us
-        return round(scaled * (SECTOR_BYTES if meant == "sector" else 1)) if column.endswith("_bytes") else scaled
-    raise ConfigError(
-        message(f"unknown unit of {column}: expected one of {meant}, such as M{meant}, got {unit!r}.", where=where, fix="export with --print-units base.")
-    )
+    names, tens = _UNITS[column]
+    prefixes = [prefix for prefix, end in product(_TENS, names) if prefix + end == unit.strip()]
+    if not prefixes:
+        what = f"unknown unit of {column}: expected one of {names[0]}, such as M{names[0]}, got {unit!r}."
+        raise ConfigError(message(what, where, "export with --print-units base."))
+    tens += _TENS[prefixes[0]]
+    scaled = number * 10**tens if tens >= 0 else number / 10**-tens  # one rounding: 1,500 ns are 1.5 us
+    return round(scaled * (SECTOR_BYTES if "sector" in names else 1)) if column.endswith("_bytes") else scaled
 
 
 def _range(cell: str) -> str:
@@ -90,9 +88,8 @@ def _text(path: Path) -> str:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ConfigError(
-            message(f"no csv of Nsight Compute there: expected a file that can be read, got {str(path)!r} ({error.strerror}).", fix=COMMAND)
-        ) from None
+        what = f"no csv of Nsight Compute there: expected a file that can be read, got {str(path)!r} ({error.strerror})."
+        raise ConfigError(message(what, fix=COMMAND)) from None
     return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig", errors="replace")  # PowerShell's > writes utf-16
 
 
@@ -111,11 +108,8 @@ def _records(path: Path) -> Iterator[tuple[str, int, dict[str, str]]]:
         elif header and re.match(r'"\d', lines[reader.line_num - 1]):  # all that ncu writes is quoted
             raise ConfigError(message(f"a row is cut off: expected {len(header)} cells, got {len(cells)}.", where=where, fix=f"export again: {COMMAND}"))
     if not header:
-        raise ConfigError(
-            message(
-                'no table of Nsight Compute: expected a line with "ID" and "Kernel Name", got none.', where=f"{path}", fix=f"export a row a launch: {COMMAND}"
-            )
-        )
+        what = 'no table of Nsight Compute: expected a line with "ID" and "Kernel Name", got none.'
+        raise ConfigError(message(what, str(path), f"export a row a launch: {COMMAND}"))
 
 
 def read_ncu_csv(path: str | Path) -> list[dict[str, Any]]:
@@ -153,16 +147,12 @@ def read_ncu_csv(path: str | Path) -> list[dict[str, Any]]:
                 row[column] = value
     found = list(rows.values())
     if not found:
-        raise ConfigError(
-            message(
-                "no kernels in this csv: expected rows below the header, got none.", where=str(path), fix=f"profile something that runs on the GPU: {COMMAND}"
-            )
-        )
+        what = "no kernels in this csv: expected rows below the header, got none."
+        raise ConfigError(message(what, str(path), f"profile something that runs on the GPU: {COMMAND}"))
     if not any(column in row for row in found for column in (*SUMMED, *RATED, "gbps_meas")):
         raise ConfigError(message(f"none of the metrics that are used: expected some of {', '.join(COLUMNS)}, got none.", where=str(path), fix=COMMAND))
     for row in found:
-        gbps = _gbps(row)
-        if gbps is not None:
+        if (gbps := _gbps(row)) is not None:
             row["gbps_meas"] = gbps
     return found
 

@@ -106,11 +106,9 @@ def time_cuda(call: Callable[[], Any], flush: Tensor, samples: int = SAMPLES) ->
     torch.cuda.synchronize()
     once = _sample(call, 5, None, 1)[1]
     calls = max(1, min(20, round(SHORT_MS / max(once, 1e-4))))
-    many, single = _capture(call, calls), _capture(call, 1)
-    how = "graph" if many and single else "launches"
-    if not (many and single):
-        many, single, calls = call, call, 1
-    assert many is not None and single is not None
+    many, single, how = _capture(call, calls), _capture(call, 1), "graph"
+    if many is None or single is None:
+        many, single, how, calls = call, call, "launches", 1
     _sample(many, 3, None, calls)
     warm = _sample(many, samples, None, calls)
     cold = _sample(single, samples, flush.zero_, 1)

@@ -54,9 +54,9 @@ def _turn(i: Layer, c: Contender, turn: int) -> list[tuple[float, float]]:
     return times
 
 
-def measure(cell: Cell, names: tuple[str, ...], seconds: float, shared: Row, load: Callable[[], float | None] = clock.load_average) -> list[Row]:
+def measure(cell: Cell, names: tuple[str, ...], seconds: float, shared: Row) -> list[Row]:
     """The rows of a cell, one a contender."""
-    i, before = layer_of(cell), load()
+    i, before = layer_of(cell), clock.load_average()
     made = {name: contender(name, i) for name in names}
     right = {name: (0.0, True) if name == "dense" else error_of(i, c) for name, c in made.items()}
     times: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in names}
@@ -65,7 +65,7 @@ def measure(cell: Cell, names: tuple[str, ...], seconds: float, shared: Row, loa
         _turn(i, c, 1)
     for turn, name in turns(names, seconds, 5):
         times[name].append(_turn(i, made[name], turn))
-    after = load()
+    after = clock.load_average()
     verdict = verdict_of(max((v for v in (before, after) if v is not None), default=None))
     rows = {}
     for name, (error, good) in right.items():

@@ -77,8 +77,8 @@ class Operands(NamedTuple):
 @cache
 def _inputs(shape: tuple[int, int, int], n: int, dtype: str, device: torch.device) -> tuple[Tensor, Tensor]:
     g = torch.Generator(device=device).manual_seed(0)
-    made = (torch.randn(*shape[:2], features, generator=g, device=device).to(TORCH_DTYPES[dtype]) for features in (shape[2], n))
-    return next(made), next(made)
+    x, gy = (torch.randn(*shape[:2], features, generator=g, device=device).to(TORCH_DTYPES[dtype]) for features in (shape[2], n))
+    return x, gy
 
 
 def _operands(cell: Pruned, device: torch.device) -> Operands:

@@ -27,7 +27,6 @@ class Session:
     sample_s: float = 1.0  # CPU: at most this long a cell
     load: Callable[[], float | None] = clock.load_average
     say: Callable[[str], None] = print
-    samples: int = clock.SAMPLES
     rehearsal: bool = False  # in Triton's interpreter: rows as on a device, and no time that says anything
 
     def __post_init__(self) -> None:
@@ -37,10 +36,7 @@ class Session:
     def timed(self, call: Callable[[], Any]) -> Row:
         """Clocks, load and percentiles of a call; the verdict is `ok`, or why the time says nothing."""
         before, load = clocks(self.device), self.load()
-        if self.flush is None:
-            times = clock.time_cpu(call, self.sample_s, least=1 if self.rehearsal else 5)
-        else:
-            times = clock.time_cuda(call, self.flush, self.samples)
+        times = clock.time_cpu(call, self.sample_s, 1 if self.rehearsal else 5) if self.flush is None else clock.time_cuda(call, self.flush)
         after = clocks(self.device)
         row = before | {"sm_clock_mhz_after": after["sm_clock_mhz"], "temperature_c_after": after["temperature_c"], "load": text(load), "how": times.how}
         for prefix, values in (("", times.warm), ("cold_", times.cold)):
