@@ -32,10 +32,6 @@ class Layer:
     w: Tensor
     keep: Tensor
 
-    def change(self, turn: int) -> None:
-        """Another weight, and with it another mask."""
-        self.w.copy_(self.weights[turn % 2])
-
 
 def layer_of(cell: Cell) -> Layer:
     """N(0, 1) operands; of kind `rows` the block rows of the weight differ in scale, of phase `token_mixing` the tokens of x are contiguous."""

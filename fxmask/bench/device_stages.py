@@ -19,7 +19,7 @@ from ..kernels import nm_ops, ops, prune, prune_ops
 from ..kernels.dispatch import triton_ops
 from .clock import flush_buffer, time_cuda
 from .driver import CEILINGS, Run, check_device, run_cells
-from .dropping import fxmask_triton
+from .dropping import ours
 from .inputs import make_mask
 from .part import run_part
 from .parts import PARTS
@@ -49,7 +49,7 @@ def tiny(kernel: str) -> int:
         "zero_masked": lambda: ops.masked_linear_dw(gy, x, *args),
         "aside": lambda: triton_ops().aside.set_aside([w], [mask], [0], block).values,
         "metadata": lambda: ops.block_index(w, keep, step, *block, "fro", "lowest", 0, "triton"),
-        "dropped": lambda: fxmask_triton(x, w, gy, block, 0.5)[2],
+        "dropped": lambda: ours(x, w, gy, block, 0.5, "triton")[2],
         "group": lambda: triton_ops().refresh_group([w, x], [keep, keep], block)[1][0],
         "nm_mask": lambda: nm_ops.nm_magnitude(w, 2, 4, False, 0.0, w.dtype)[0],
         "pruned_matmul": lambda: prune_ops.pruned_dw(gy, *prune.compress(x, 16, 7, False), list(x.shape), False, mask, *block, "triton"),

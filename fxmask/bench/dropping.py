@@ -6,6 +6,7 @@ A call draws its mask anew, and by the kernels makes its lists, as a training st
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -74,23 +75,15 @@ def masked_dense(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: fl
     return F.linear(dropped, w), dropout.drop(gy @ w, keep, block, p), gy.t() @ dropped, keep
 
 
-def fxmask_triton(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float) -> Step:
-    """The kernels, as `BlockDropout(impl="triton")` calls them."""
-    return _ours(x, w, gy, block, p, "triton")
-
-
-def fxmask(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float) -> Step:
-    """What `BlockDropout` takes on a CPU."""
-    return _ours(x, w, gy, block, p, "auto")
-
-
-def _ours(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float, impl: str) -> Step:
+def ours(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float, impl: str) -> Step:
+    """As `BlockDropout(impl=impl)` calls the ops."""
     keep = draw_ops.mask(x, block, p, impl)
     args = (keep, *block, p, impl, ops.lists(keep, block, impl))
     return dropout_ops.dropped_linear(x, w, None, *args), dropout_ops.dropped_dx(gy, w, *args), dropout_ops.dropped_dw(gy, x, *args), keep
 
 
-STEPS: dict[str, Callable[..., Step]] = {f.__name__: f for f in (dense, dropout_linear, masked_dense, fxmask_triton, fxmask)}
+STEPS: dict[str, Callable[..., Step]] = {f.__name__: f for f in (dense, dropout_linear, masked_dense)}
+STEPS |= {"fxmask_triton": partial(ours, impl="triton"), "fxmask": partial(ours, impl="auto")}  # the kernels; what is taken on a CPU
 
 
 def differs(step: Step, tensors: tuple[Tensor, Tensor, Tensor], block: tuple[int, int], p: float) -> tuple[float, str]:

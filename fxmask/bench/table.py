@@ -99,27 +99,29 @@ class Table:
         full = [{c: row.get(c, "") for c in self.columns} for row in rows]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         held = self.path.read_bytes() if self.path.exists() else b""
-        text = io.StringIO("\n" if held and not held.endswith(b"\n") else "", newline="")  # a killed run left half a line
-        text.seek(0, io.SEEK_END)
-        writer = csv.DictWriter(text, self.columns, lineterminator="\n")
+        if held.partition(b"\n")[0].decode().strip() == ",".join(_older(self.columns)) != ",".join(self.columns):
+            held = self._rewritten()
+        lines = io.StringIO(newline="")
+        writer = csv.DictWriter(lines, self.columns, lineterminator="\n")
         if not held:
             writer.writeheader()
-        elif held.partition(b"\n")[0].decode().strip() == ",".join(_older(self.columns)) != ",".join(self.columns):
-            self._rewrite()
+        elif not held.endswith(b"\n"):
+            lines.write("\n")  # a killed run left half a line
         writer.writerows(full)
         with self.path.open("ab", buffering=0) as f:
-            f.write(text.getvalue().encode())
+            f.write(lines.getvalue().encode())
         self.rows += full
         self.keys |= {key(row, self.names) for row in full}
 
-    def _rewrite(self) -> None:
-        """An older file with this version's columns: whole or not at all."""
+    def _rewritten(self) -> bytes:
+        """An older file with this version's columns, whole or not at all; what it holds now."""
         beside = self.path.with_name(f".{self.path.name}.new")
         with beside.open("w", newline="", encoding="utf-8") as f:
             writer = csv.DictWriter(f, self.columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(read(self.path, self.columns))
         os.replace(beside, self.path)
+        return self.path.read_bytes()
 
 
 def _older(columns: Sequence[str]) -> tuple[str, ...]:
