@@ -6,12 +6,14 @@ import datetime
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..analysis.nvml import Gpu
 from ..errors import UnsupportedError
 from ..kernels import grid
 from ..kernels.dispatch import triton_ops
@@ -89,19 +91,16 @@ def nvml_handle(nvml: Any, index: int) -> Any:
 
 
 def clocks(device: torch.device) -> dict[str, str]:
-    """Power limit in W, SM clock in MHz and temperature in °C, now; empty texts without NVML."""
-    names = {"power_limit_w": "", "sm_clock_mhz": "", "temperature_c": ""}
+    """Power limit in W, SM clock in MHz and temperature in °C, now; an empty text for each that NVML does not tell, as in a virtual machine."""
+    limit = clock = temperature = None
     api = nvml() if device.type == "cuda" else None
-    if api is None:
-        return names
-    try:
-        h = nvml_handle(api, device.index or 0)
-        names["power_limit_w"] = f"{api.nvmlDeviceGetEnforcedPowerLimit(h) / 1000:.0f}"
-        names["sm_clock_mhz"] = str(api.nvmlDeviceGetClockInfo(h, api.NVML_CLOCK_SM))
-        names["temperature_c"] = str(api.nvmlDeviceGetTemperature(h, api.NVML_TEMPERATURE_GPU))
-    except Exception:  # a virtual machine may refuse any of them
-        pass
-    return names
+    if api is not None:
+        with suppress(Exception):  # it may not show this GPU
+            gpu = Gpu(api, nvml_handle(api, device.index or 0), "")
+            limit, clock = gpu.ask("nvmlDeviceGetEnforcedPowerLimit"), gpu.ask("nvmlDeviceGetClockInfo", api.NVML_CLOCK_SM)
+            temperature = gpu.ask("nvmlDeviceGetTemperature", api.NVML_TEMPERATURE_GPU)
+    told = {"power_limit_w": None if limit is None else f"{limit / 1000:.0f}", "sm_clock_mhz": clock, "temperature_c": temperature}
+    return {name: "" if value is None else str(value) for name, value in told.items()}
 
 
 def _driver() -> str:

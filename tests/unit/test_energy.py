@@ -205,6 +205,22 @@ def test_without_nvml(monkeypatch):
         measure_energy(lambda: None, device=0)
 
 
+@pytest.mark.parametrize(
+    ("silent", "told"),
+    [
+        ((), ("700", "345", "45")),
+        (("nvmlDeviceGetEnforcedPowerLimit",), ("", "345", "45")),
+        (("nvmlDeviceGetClockInfo", "nvmlDeviceGetTemperature"), ("700", "", "")),
+    ],
+)
+def test_a_figure_that_is_refused_takes_no_other_with_it(monkeypatch, silent, told):
+    monkeypatch.setattr(provenance, "nvml", lambda: Board(silent=silent))
+    monkeypatch.setattr(provenance, "nvml_handle", lambda nvml, index: "handle")
+    assert tuple(provenance.clocks(torch.device("cuda")).values()) == told
+    monkeypatch.setattr(provenance, "nvml_handle", lambda nvml, index: nvml.nothing("handle"))
+    assert set(provenance.clocks(torch.device("cuda")).values()) == {""}
+
+
 def test_it_is_the_gpu_that_torch_means(monkeypatch):
     board = Board()
     monkeypatch.setattr(provenance, "nvml", lambda: board)
