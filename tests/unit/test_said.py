@@ -48,6 +48,7 @@ from unit.reads_in_loops import (
     Items,
     Key,
     Last,
+    LastOfTwo,
     Listed,
     Looped,
     NamedChildren,
@@ -65,7 +66,7 @@ from fxmask.passes.finding.readers import weight_readers
 READS = [Copied, Named, WeightNamed, Unpacked, WeightsUnpacked, Walrus, Chained, Annotated, Chosen, Branched, Last, Key, Counted, Looped, Enumerated, Zipped]
 READS += [Sliced, Values, Items, Some, Pairs, Comprehended, Listed, Got, GotByName, Submodule, Inner, InMethod, Turned, Cast]
 READS += [Added, InARow, Matched, Tried, NamedChildren, Next, InADict, InADictByKey, Default, Given, Region, Carried, Awaited]
-READS += [ByLambda, InADictMade, Rest, RestByPlace, WalrusInside]
+READS += [LastOfTwo, ByLambda, InADictMade, Rest, RestByPlace, WalrusInside]
 
 
 class Calls(Held):

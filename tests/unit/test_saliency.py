@@ -324,8 +324,10 @@ def test_wrong_regrow(options, text):
         fxmask.Regrow(*options)
 
 
-def test_weights_that_other_parameters_make_are_refused():
-    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)))
+@pytest.mark.parametrize("how", ["norm", "as it is"])  # as of a fake quantiser that is off
+def test_weights_that_other_parameters_make_are_refused(how):
+    layer, add = nn.Linear(64, 64), nn.utils.parametrize.register_parametrization
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(layer) if how == "norm" else add(layer, "weight", nn.Identity()))
     for config in (dict(criterion="taylor"), dict(gain=True), dict(regrow=fxmask.Regrow("random"))):
         with pytest.raises(UnsupportedError, match="expected a Parameter, got one that the model computes"):
             fxmask.apply(model, fxmask.WeightMask(**config))
