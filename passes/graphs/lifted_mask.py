@@ -56,21 +56,20 @@ def _rewrite(gm: GraphModule, d: Decision, c: WeightMask, masks: list[int], weig
     replaced: dict[Node | None, Node] = {}
     assert w is not None
     nb, kb = grid_shape(found.shape, c.block)
-    given: dict[Any, Any] = {}
+    made: dict[int, Node] = {}  # W∘M
     for node, section, recorded in zip(d.candidate.nodes, masks, weights, strict=True):
         with gm.graph.inserting_before(node):
             if section != before:  # one weight, one mask, however often the graph uses it, until something writes into it
-                given, before = {}, section
+                made, before = {}, section
                 keep, step = (
                     gm.graph.call_function(torch.full, ((), value), {"dtype": torch.int64, "device": found.device}) for value in (c.keep_at(0, nb * kb), 0)
                 )
                 stream = stream_of(c.seed, d.candidate.param_name) if c.criterion == "random" else 0
                 mask = gm.graph.call_function(BLOCK_INDEX, (w, keep, step, *c.block, c.criterion, c.ties, stream, c.impl, c.cover))
                 mask.meta = place_of(node)
-                given["mask"] = mask
-                given["lists"] = gm.graph.call_function(STRIP_LISTS, (mask, *c.block, c.impl)) if c.impl == "triton" and listed(c.block) else None
+                lists = gm.graph.call_function(STRIP_LISTS, (mask, *c.block, c.impl)) if c.impl == "triton" and listed(c.block) else None
             if node.target in LINEARS:
-                args = (input_arg(node), w, bias_arg(node), given["mask"], *c.block, c.backward, None, c.impl, given["lists"])
+                args = (input_arg(node), w, bias_arg(node), mask, *c.block, c.backward, None, c.impl, lists)
                 replaced[node] = gm.graph.call_function(MASKED_LINEAR, args)
                 replace_node(gm, node, replaced[node])
             else:
@@ -78,9 +77,9 @@ def _rewrite(gm: GraphModule, d: Decision, c: WeightMask, masks: list[int], weig
                     reader = getattr(node.target, "__name__", node.target)
                     what = f"{reader} takes the weight of this layer as an argument, and backward='unmasked' needs the layer's own call."
                     raise UnsupportedError(message(what, d.candidate.name, f"overrides={{{d.candidate.name!r}: dict(backward='ste')}}, or exclude it."))
-                if recorded not in given:  # of a part under no_grad, the rest of the graph would get no gradient
-                    given[recorded] = _masked_weight(w, given["mask"], c, found.shape)
-                node.replace_input_with(w, given[recorded])
+                if recorded not in made:  # of a part under no_grad, the rest of the graph would get no gradient
+                    made[recorded] = _masked_weight(w, mask, c, found.shape)
+                node.replace_input_with(w, made[recorded])
     return replaced
 
 
