@@ -74,7 +74,8 @@ def active_blocks_figure(rows: list[dict[str, str]]) -> Figure:
     """Figure 6.6 from the rows of active_blocks.csv: one row a layer, one column a snapshot, one colour scale for all."""
     layers = list(dict.fromkeys(row["layer"] for row in rows))
     epochs = list(dict.fromkeys(int(row["epoch"]) for row in rows))
-    columns = [epochs[(i + 1) * len(epochs) // min(len(epochs), MAX_COLUMNS) - 1] for i in range(min(len(epochs), MAX_COLUMNS))]
+    shown = min(len(epochs), MAX_COLUMNS)
+    columns = [epochs[(i + 1) * len(epochs) // shown - 1] for i in range(shown)]
     counts: dict[tuple[str, int], dict[tuple[int, int], int]] = {}
     for row in rows:
         counts.setdefault((row["layer"], int(row["epoch"])), {})[int(row["block_row"]), int(row["block_col"])] = int(row["active_steps"])
@@ -86,16 +87,14 @@ def active_blocks_figure(rows: list[dict[str, str]]) -> Figure:
 
     figure = new_figure(2.2 * len(columns) + 1.6, 2.2 * len(layers) + 0.4)
     axes = figure.subplots(len(layers), len(columns), squeeze=False)
-    for i, layer in enumerate(layers):
-        for j, epoch in enumerate(columns):
-            cells = counts[layer, epoch]
-            grid = [[cells[r, c] for c in range(sides[layer][1])] for r in range(sides[layer][0])]
-            image = axes[i][j].imshow(grid, vmin=0, vmax=max(most, 1), cmap="viridis", aspect="auto", interpolation="nearest")
-            axes[i][j].set_xticks([])
-            axes[i][j].set_yticks([])
-            if i == 0:
-                axes[i][j].set_title(f"after epoch {epoch}", fontsize=9)
-        axes[i][0].set_ylabel(layer)
+    for row_of_axes, (layer, (high, wide)) in zip(axes, sides.items(), strict=True):
+        for ax, epoch in zip(row_of_axes, columns, strict=True):
+            grid = [[counts[layer, epoch][r, c] for c in range(wide)] for r in range(high)]
+            image = ax.imshow(grid, vmin=0, vmax=max(most, 1), cmap="viridis", aspect="auto", interpolation="nearest")
+            ax.set(xticks=[], yticks=[])
+        row_of_axes[0].set_ylabel(layer)
+    for ax, epoch in zip(axes[0], columns, strict=True):
+        ax.set_title(f"after epoch {epoch}", fontsize=9)
     figure.colorbar(image, ax=axes, label="training steps in which the block was active")
     return figure
 

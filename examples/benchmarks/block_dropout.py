@@ -81,6 +81,15 @@ def contenders(a: argparse.Namespace, p: float) -> dict[str, Callable[[], None]]
     }
 
 
+def medians(watch: Stopwatch, calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Milliseconds of each call, timed in turns of shuffled order, of which the first two warm up."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(repeats + 2):
+        for name in random.Random(turn).sample(list(calls), len(calls)):
+            times[name].append(watch(calls[name]))
+    return {name: 1e3 * statistics.median(t[2:]) for name, t in times.items()}
+
+
 def main(argv: list[str] | None = None) -> int:
     """0, or 2 for a use that cannot be measured."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -112,22 +121,11 @@ def run(a: argparse.Namespace) -> None:
     checked.table("--csv", a.csv, columns)
     flop, shares = 6 * a.tokens * a.features**2, []
     for rate in a.rates:
-        calls = contenders(a, rate)
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for turn in range(a.repeats + 2):
-            for name in random.Random(turn).sample(list(calls), len(calls)):
-                took = watch(calls[name])
-                if turn > 1:
-                    times[name].append(took)
-        ms = {name: 1e3 * statistics.median(t) for name, t in times.items()}
+        ms = medians(watch, contenders(a, rate), a.repeats)
         for name, t in ms.items():
-            row = {"p": rate, "contender": name, "ms": f"{t:.4g}", **dict.fromkeys(("gflops_dense_equivalent", "x_dense", "x_dropout"), "")}
-            if name != MASK:
-                speed = {"x_dense": f"{ms['dense'] / t:.3g}", "x_dropout": f"{ms['dropout + linear'] / t:.3g}"}
-                row |= {"gflops_dense_equivalent": f"{flop / t / 1e6:.4g}", **speed}
-            else:
-                shares.append(t / ms[name_of(a)])
-            rows.append({**row, "load": load_average(), "utc": utc()})
+            speed = (f"{flop / t / 1e6:.4g}", f"{ms['dense'] / t:.3g}", f"{ms['dropout + linear'] / t:.3g}") if name != MASK else ("", "", "")
+            rows.append(dict(zip(MEASURED, (rate, name, f"{t:.4g}", *speed, load_average(), utc()), strict=True)))
+        shares.append(ms[MASK] / ms[name_of(a)])
     print(tabulate([{k: v for k, v in r.items() if k not in ("load", "utc")} for r in rows], headers="keys"))
     won = [r for r in a.rates if all(float(x["x_dropout"]) > 1 for x in rows if x["contender"] == name_of(a) and x["p"] >= r)]
     print(f"fused is faster than dropout + linear from p = {won[0]:g} on" if won else "fused is not faster than dropout + linear at the highest p")

@@ -101,12 +101,10 @@ def run(a: argparse.Namespace) -> None:
     for ratio in a.ratios:
         runs = {mode: made(a, ratio, mode) for mode in MODES}
         times: dict[str, list[float]] = {mode: [] for mode in MODES}
-        for i in range(a.repeats + 3):
+        for _ in range(a.repeats + 3):
             for mode in MODES:
-                t = seconds(runs[mode], mode, on_gpu)
-                if i >= 3:
-                    times[mode].append(t)
-        ms = {mode: 1e3 * statistics.median(t) for mode, t in times.items()}
+                times[mode].append(seconds(runs[mode], mode, on_gpu))
+        ms = {mode: 1e3 * statistics.median(t[3:]) for mode, t in times.items()}  # the first three warm up
         said = ", ".join(f"{mode} {t:.2f} ms" for mode, t in ms.items())
         faster = ", ".join(f"{ms[mode] / ms['masked_step']:.2f}x as fast as {mode}" for mode in MODES[:-1])
         what = f"{a.optimizer} {a.form} {a.layers} x {a.features}^2, block {a.block}, ratio {ratio}, refresh {a.refresh}"

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,15 +66,11 @@ def products(block: int) -> list[Tile]:
 
 
 def cases() -> Iterator[Case]:
-    for shape in SHAPES:
-        for block in BLOCKS:
-            for ratio in RATIOS:
-                yield from (Case(shape, op, block, ratio, t) for op in ("forward", "dx") for t in products(block))
-                for strip in (128,) if block == 128 else (128, 64):
-                    for features in (128, 256):
-                        for stages in (3, 4):
-                            for splits in (1, 2, 4) if shape.startswith("8192") else (4, 8, 16):
-                                yield Case(shape, "dw", block, ratio, Tile(128, strip, 64, 8, stages), features, splits)
+    for shape, block, ratio in product(SHAPES, BLOCKS, RATIOS):
+        yield from (Case(shape, op, block, ratio, t) for op in ("forward", "dx") for t in products(block))
+        strips, shares = (128,) if block == 128 else (128, 64), (1, 2, 4) if shape.startswith("8192") else (4, 8, 16)
+        for strip, features, stages, splits in product(strips, (128, 256), (3, 4), shares):
+            yield Case(shape, "dw", block, ratio, Tile(128, strip, 64, 8, stages), features, splits)
 
 
 class Scan:

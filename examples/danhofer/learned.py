@@ -79,17 +79,19 @@ def run(args: argparse.Namespace, task: Task, seed: int, recipe: Recipe) -> tupl
     """A row for each form; whether all is as it should be; what is said of it."""
     models = forms(task, args.layers, seed, recipe, args.state)
     learned = {form: m for form, m in models.items() if form.startswith("learned")}
-    kept, same = all(untouched(task.model, m) for m in learned.values()), all(repeats(m, task) for m in learned.values())
-    two = all(exactly_two(m) for m in learned.values())
+    sound = {
+        "weights and buffers bit-identical": all(untouched(task.model, m) for m in learned.values()),
+        "two evaluations the same": all(repeats(m, task) for m in learned.values()),
+        "2 of every 4 kept": all(exactly_two(m) for m in learned.values()),
+    }
     found = {form: accuracy(m, task.test()) for form, m in models.items()}
     held = SMALL[task.name].held if task.name in SMALL else 0
     of = settings(args, task, seed) | {"batch": batch_of(args), "held_out": held} | {k: int(v) if isinstance(v, bool) else v for k, v in recipe.items()}
     rows = [{**of, "form": form, **{top: f"{value:.2f}" for top, value in tops.items()}} for form, tops in found.items()]
-    best = max(found["magnitude"]["top1"], found["permuted"]["top1"])
-    lines = [f"seed {seed}: weights and buffers bit-identical: {kept}; two evaluations the same: {same}; 2 of every 4 kept: {two}"]
-    for form in learned:
-        lines.append(f"seed {seed}: {form} top-1 {'at least as high as' if found[form]['top1'] >= best else 'below one of'} magnitude's and permuted's")
-    return rows, kept and same and two and all(found[form]["top1"] >= best for form in learned), lines
+    ahead = {form: found[form]["top1"] >= max(found["magnitude"]["top1"], found["permuted"]["top1"]) for form in learned}
+    lines = ["; ".join(f"{what}: {holds}" for what, holds in sound.items())]
+    lines += [f"{form} top-1 {'at least as high as' if best else 'below one of'} magnitude's and permuted's" for form, best in ahead.items()]
+    return rows, all(sound.values()) and all(ahead.values()), [f"seed {seed}: {line}" for line in lines]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,8 +10,6 @@ published figure: block dropout is faster than dropout from 20 % on. Rows where 
 from __future__ import annotations
 
 import argparse
-import random
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from benchmarks.block_dropout import medians
 from checked_arguments import check_numbers
 from thesis.side_by_side import check_folder, exit_code, save, show
 from torch import Tensor
@@ -67,13 +66,7 @@ def measure(a: argparse.Namespace, task: Task) -> list[dict[str, Any]]:
     watch = Stopwatch(torch.device(a.device))
     for p in a.rates:
         calls = {method: step(task, loaded, method, p, a.block, a.device, half) for method in METHODS}
-        times: dict[str, list[float]] = {method: [] for method in METHODS}
-        for turn in range(a.repeats + 2):
-            for method in random.Random(turn).sample(METHODS, len(METHODS)):
-                took = watch(calls[method])
-                if turn > 1:
-                    times[method].append(took)
-        ms = {method: 1e3 * statistics.median(t) for method, t in times.items()}
+        ms = medians(watch, calls, a.repeats)
         for method, t in ms.items():
             ratios = {"x_dense": f"{ms['dense'] / t:.3f}", "x_dropout": f"{ms['dropout'] / t:.3f}"}
             row = {"task": task.name, "size": a.size, "p": p, "block": a.block, "method": method, "ms": f"{t:.4g}", **ratios}

@@ -22,15 +22,13 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 import torch
-from benchmarks.checked import device_here
 from benchmarks.pruned_step import COLUMNS, DENSE, IMAGES, NAMES, footprint, group, named
-from benchmarks.resumed import measured
+from benchmarks.resumed import measured, opened, place
 from checked_arguments import check_numbers
 from plots import new_figure
 from tabulate import tabulate
 
-from fxmask.bench.provenance import provenance
-from fxmask.bench.table import Row, Table, number
+from fxmask.bench.table import Row, number
 from thesis.side_by_side import GOES_ON, exit_code, picture
 
 if TYPE_CHECKING:
@@ -77,19 +75,13 @@ def figure(rows: Sequence[Row], a: argparse.Namespace) -> Figure:
         axes.set_xlabel("mini-batch")
         axes.set_ylabel(what)
         axes.legend(fontsize=7)
-    where = rows[0]["device"] + (f", {rows[0]['threads']} threads" if torch.device(a.device).type == "cpu" else "")
-    drawn.suptitle(f"{a.model}, {a.dtype}, {where}{', busy' if any(r['busy'] == '1' for r in rows) else ''}", fontsize=9)
+    drawn.suptitle(f"{a.model}, {a.dtype}, {place(rows, a.device)}", fontsize=9)
     return drawn
 
 
 def run(a: argparse.Namespace) -> list[Row]:
     """Measure what the csv lacks; the rows of this command's mini-batches."""
-    if a.threads:
-        torch.set_num_threads(a.threads)
-    device = device_here(a.device)
-    shared = {k: v for k, v in provenance(device).items() if k != "threads"}
-    path = None if a.out is None else a.out / f"{NAME}_{device.type}.csv"
-    table, rows = None if path is None else Table(path, COLUMNS, NAMES), []
+    (shared, table), rows = opened(a, NAME, COLUMNS, NAMES), []
     for batch in sorted(set(a.batches)):
         wanted = [{**shared, **named(a, batch, activations)} for activations in (DENSE, *a.activations)]
         known = measured(table, wanted, a.again)
@@ -110,11 +102,11 @@ def run(a: argparse.Namespace) -> list[Row]:
     print(f"\nFigure 10: {a.model}, {IMAGES[a.model]:,} images an epoch; published: no number at hand\n")
     print(tabulate([[f"{v:.4g}" if (v := number(r, c)) is not None else r[c] for c in shown] for r in rows], shown, disable_numparse=True))
     print("\n" + tabulate(at_the_limit(rows, a), headers="keys", disable_numparse=True))
-    if path is not None and rows:
-        print(path)
-        picture(path.with_suffix(".png"), lambda: figure(rows, a))
-    lost = [r for r in rows if r["activations"] != DENSE and float(r["x_dense"]) <= 1]
-    print(f"dense is faster in {len(lost)} of {sum(r['activations'] != DENSE for r in rows)} rows")
+    if table is not None and rows:
+        print(table.path)
+        picture(table.path.with_suffix(".png"), lambda: figure(rows, a))
+    against = [float(r["x_dense"]) for r in rows if r["activations"] != DENSE]
+    print(f"dense is faster in {sum(x <= 1 for x in against)} of {len(against)} rows")
     return rows
 
 

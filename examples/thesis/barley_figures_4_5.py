@@ -27,23 +27,23 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 import torch
-from benchmarks.checked import device_here
 from benchmarks.pruned_linear import COLUMNS, NAMES, PARTS, group, named, peak_gflops
-from benchmarks.resumed import measured
+from benchmarks.resumed import measured, opened, place
 from checked_arguments import check_numbers
 from plots import new_figure
 from tabulate import tabulate
 
 from fxmask.analysis.barley import kept_blocks
-from fxmask.bench.provenance import provenance
-from fxmask.bench.table import Row, Table
+from fxmask.bench.table import Row
 from fxmask.errors import ConfigError
 from thesis.side_by_side import GOES_ON, exit_code, picture, published
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 NAME, FIGURE_5_BLOCK = "barley_figures_4_5", 64
+SHOWN = {"ms_p50": "ms", "gflops_dense_equivalent": "GFLOP/s", "formula_x_dense": "formula x dense", "x_dense": "ours x dense"}
 
 
 def wins_from(rows: Sequence[Row], out: int, block: int, part: str) -> float | None:
@@ -80,41 +80,42 @@ def summary(rows: Sequence[Row], a: argparse.Namespace) -> list[str]:
     return lines
 
 
+def figure_4(axes: Axes, rows: Sequence[Row], a: argparse.Namespace, out: int, part: str) -> None:
+    """Milliseconds of a part over the sparsity, a line a block."""
+    for block in a.blocks:
+        line = [r for r in rows if is_of(r, out, block, part) and float(r["sparsity"])]
+        axes.plot([100 * float(r["sparsity"]) for r in line], [float(r["ms_p50"]) for r in line], marker=".", label=f"1x{block}")
+    dense = sorted(float(r["ms_p50"]) for r in rows if r["D"] == str(out) and r["part"] == part and not float(r["sparsity"]))
+    axes.axhspan(dense[0], dense[-1], color="tab:gray", alpha=0.5, label="dense")
+    axes.set_title(f"D = {out}: {'dW' if part == 'dW' else 'forward and dW'}", fontsize=9)
+    axes.set_ylabel("ms")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7, ncols=2)
+
+
+def figure_5(axes: Axes, rows: Sequence[Row], a: argparse.Namespace) -> None:
+    """GFLOP/s of dW at 1x64 over the sparsity."""
+    points = [(100 * float(r["sparsity"]), float(r["gflops_dense_equivalent"])) for r in rows]
+    for _, rate in [p for p in points if not p[0]][:1]:
+        axes.axhline(rate, color="tab:gray", label="dense")
+    axes.plot([s for s, _ in points if s], [rate for s, rate in points if s], color="tab:blue", marker=".", label=f"pruned, 1x{FIGURE_5_BLOCK}")
+    if rows and rows[0]["peak_gflops"]:
+        axes.axhline(float(rows[0]["peak_gflops"]), color="black", ls=":", label="dense, 1,024 cubed" if a.device == "cpu" else "peak")
+    axes.set_xlabel("sparsity (%)")
+    axes.set_ylabel("GFLOP/s of dense products")
+    axes.set_ylim(bottom=0)
+    if rows:
+        axes.legend(fontsize=7)
+
+
 def figure(rows: Sequence[Row], a: argparse.Namespace) -> Figure:
-    """Upper rows figure 4, milliseconds of dW and of both over the sparsity, a line a block; last row figure 5, GFLOP/s of dW at 1x64; a column a D."""
+    """A column a D: figure 4 of dW, figure 4 of both parts, figure 5."""
     drawn = new_figure(4.4 * len(a.widths) + 0.6, 9.0)
-    grid = drawn.subplots(3, len(a.widths), squeeze=False)
-    for column, out in enumerate(a.widths):
-        for axes, part in zip(grid[:2, column], ("dW", "both"), strict=True):
-            for block in a.blocks:
-                mine = [r for r in rows if is_of(r, out, block, part)]
-                line = [r for r in mine if float(r["sparsity"])]
-                axes.plot([100 * float(r["sparsity"]) for r in line], [float(r["ms_p50"]) for r in line], marker=".", label=f"1x{block}")
-            dense = sorted(float(r["ms_p50"]) for r in rows if r["D"] == str(out) and r["part"] == part and not float(r["sparsity"]))
-            axes.axhspan(dense[0], dense[-1], color="tab:gray", alpha=0.5, label="dense")
-            axes.set_title(f"D = {out}: {'dW' if part == 'dW' else 'forward and dW'}", fontsize=9)
-            axes.set_ylabel("ms")
-            axes.set_ylim(bottom=0)
-            axes.legend(fontsize=7, ncols=2)
-        axes = grid[2, column]
-        mine = [r for r in rows if is_of(r, out, FIGURE_5_BLOCK, "dW")]
-        for kind, colour in ((False, "tab:gray"), (True, "tab:blue")):
-            line = [r for r in mine if bool(float(r["sparsity"])) == kind]
-            rates = [float(r["gflops_dense_equivalent"]) for r in line]
-            if kind:
-                axes.plot([100 * float(r["sparsity"]) for r in line], rates, color=colour, marker=".", label=f"pruned, 1x{FIGURE_5_BLOCK}")
-            elif rates:
-                axes.axhline(rates[0], color=colour, label="dense")
-        if mine and mine[0]["peak_gflops"]:
-            axes.axhline(float(mine[0]["peak_gflops"]), color="black", ls=":", label="dense, 1,024 cubed" if a.device == "cpu" else "peak")
-        axes.set_xlabel("sparsity (%)")
-        axes.set_ylabel("GFLOP/s of dense products")
-        axes.set_ylim(bottom=0)
-        if mine:
-            axes.legend(fontsize=7)
-    where = f"{rows[0]['device']}" + (f", {rows[0]['threads']} threads" if a.device == "cpu" else "")
-    busy = ", busy" if any(r["busy"] == "1" for r in rows) else ""
-    drawn.suptitle(f"input ({a.samples}, {a.tokens}, {a.features}), {a.dtype}, {where}{busy}", fontsize=9)
+    for (upper, middle, lower), out in zip(drawn.subplots(3, len(a.widths), squeeze=False).T, a.widths, strict=True):
+        figure_4(upper, rows, a, out, "dW")
+        figure_4(middle, rows, a, out, "both")
+        figure_5(lower, [r for r in rows if is_of(r, out, FIGURE_5_BLOCK, "dW")], a)
+    drawn.suptitle(f"input ({a.samples}, {a.tokens}, {a.features}), {a.dtype}, {place(rows, a.device)}", fontsize=9)
     return drawn
 
 
@@ -131,12 +132,8 @@ def check(a: argparse.Namespace) -> None:
 def run(a: argparse.Namespace) -> list[Row]:
     """Measure what the csv lacks; the rows of this command's cells."""
     check(a)
-    if a.threads:
-        torch.set_num_threads(a.threads)
-    device = device_here(a.device)
-    shared = {k: v for k, v in provenance(device).items() if k != "threads"}
-    path = None if a.out is None else a.out / f"{NAME}_{device.type}.csv"
-    table, peak, all_rows = None if path is None else Table(path, COLUMNS, NAMES), peak_gflops(a), []
+    shared, table = opened(a, NAME, COLUMNS, NAMES)
+    peak, all_rows = peak_gflops(a), []
     for out in a.widths:
         for block in a.blocks:
             wanted = [{**shared, **named(a, out, block, s, part)} for s in (0.0, *a.sparsities) for part in PARTS]
@@ -148,17 +145,15 @@ def run(a: argparse.Namespace) -> list[Row]:
                 if table is not None:
                     table.extend(rows)
             all_rows += rows
-            shown = {"sparsity": "sparsity", "part": "part", "ms_p50": "ms", "gflops_dense_equivalent": "GFLOP/s", "formula_x_dense": "formula x dense"}
-            shown |= {"x_dense": "ours x dense"}
             print(f"\nD = {out}, 1x{block}; {rows[0]['verdict']}")
-            print(tabulate([[r[c] if c in ("sparsity", "part") else f"{float(r[c]):.3g}" for c in shown] for r in rows], list(shown.values())), flush=True)
+            cells = [[r["sparsity"], r["part"], *(f"{float(r[c]):.3g}" for c in SHOWN)] for r in rows]
+            print(tabulate(cells, ["sparsity", "part", *SHOWN.values()]), flush=True)
     print("\n" + "\n".join(summary(all_rows, a)))
-    if path is not None:
-        print(path)
-        picture(path.with_suffix(".png"), lambda: figure(all_rows, a))
-    lost = sum(float(r["x_dense"]) <= 1 for r in all_rows if r["part"] != "forward" and float(r["sparsity"]))
-    cells = sum(r["part"] != "forward" and float(r["sparsity"]) > 0 for r in all_rows)
-    print(f"dense is faster in {lost} of {cells} cells (dW, and forward and dW)")
+    if table is not None:
+        print(table.path)
+        picture(table.path.with_suffix(".png"), lambda: figure(all_rows, a))
+    against = [float(r["x_dense"]) for r in all_rows if r["part"] != "forward" and float(r["sparsity"])]
+    print(f"dense is faster in {sum(x <= 1 for x in against)} of {len(against)} cells (dW, and forward and dW)")
     return all_rows
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -164,19 +165,19 @@ def counted(s: Subject) -> Columns:
     if same == "forward" and not grouped(s.model):
         same, why = NO, [*why, f"backward {total - forward}, PyTorch {theirs[1] - theirs[0]}"]
     elif same == NO:
-        ours: dict[str, int] = {}
+        ours = Counter[str]()
         for r in report.tables["nodes"]:
             if r["phase"] == "fwd" and r["flop"]:
-                ours[r["op"]] = ours.get(r["op"], 0) + r["flop"]
+                ours[r["op"]] += r["flop"]
         alone = {op: n for op, n in ours.items() if op not in ops and "_scaled_dot_product" not in op}  # of fused attention it counts the products
         if alone and forward - sum(alone.values()) == theirs[0]:
             return {**row, "flop_equal": "-", "analyze_why": "; ".join([*why, f"PyTorch counts all but {some(alone)}"])}
-        differ = {op: (ours.get(op, 0), ops.get(op, 0)) for op in {*ours, *ops} if ours.get(op, 0) != ops.get(op, 0)}
-        why.append("forward: " + ", ".join(f"{op} {a}, PyTorch {b}" for op, (a, b) in sorted(differ.items())[:FIRST]))
+        differ = [f"{op} {ours[op]}, PyTorch {ops[op]}" for op in sorted({*ours, *ops}) if ours[op] != ops[op]]
+        why.append("forward: " + ", ".join(differ[:FIRST]))
     return {**row, "flop_equal": same, "analyze_why": "; ".join(why)}
 
 
-def pytorch_count(s: Subject, device: str) -> tuple[tuple[int, int], dict[str, int]]:
+def pytorch_count(s: Subject, device: str) -> tuple[tuple[int, int], Counter[str]]:
     """(forward, forward and backward) by FlopCounterMode, and its forward by op. Attention by its plain products: of the CPU's fused one it counts nothing."""
     model = copy.deepcopy(s.model).train().to(device)
     args, kwargs = tree_map(lambda t: t.to(device) if isinstance(t, torch.Tensor) else t, (s.made.args, s.made.kwargs))
@@ -184,7 +185,7 @@ def pytorch_count(s: Subject, device: str) -> tuple[tuple[int, int], dict[str, i
     with counter, sdpa_kernel(SDPBackend.MATH):
         ys = [y for y in floats(model(*args, **kwargs)) if y.requires_grad]
         forward = counter.get_total_flops()
-        ops = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
+        ops = Counter({str(op): n for op, n in counter.get_flop_counts()["Global"].items()})
         torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
     return (forward, counter.get_total_flops()), ops
 

@@ -173,17 +173,19 @@ def page(rows: Sequence[Row]) -> str:
     if not_made:
         cells = [[r["source"], r["name"], r["status"].replace("|", "/")] for r in not_made]
         out += ["", "## Not made", "", tabulate(cells, headers=["source", "model", "why"], tablefmt="github")]
+    losing = []
     for check, missed in misses(made).items():
         if missed:
-            counted = Counter(cause(why) for _, why in missed)
-            out += ["", f"## `{check}`: {len(missed)} misses by cause", ""]
-            first = {c: next(r["name"] for r, why in missed if cause(why) == c) for c in counted}
-            out.append(tabulate([[n, c, first[c]] for c, n in counted.most_common()], headers=["models", "cause", "one of them"], tablefmt="github"))
-    losing = [(check, r, why) for check, missed in misses(made).items() for r, why in missed if not why.startswith(STOCK)]
+            names = defaultdict[str, list[str]](list)  # by cause
+            for r, why in missed:
+                names[cause(why)].append(r["name"])
+                if not why.startswith(STOCK):
+                    losing.append([check, f"{r['source']}:{r['name']}", why[:200].replace("|", "/")])
+            cells = [[len(of), c, of[0]] for c, of in sorted(names.items(), key=lambda item: -len(item[1]))]
+            out += ["", f"## `{check}`: {len(missed)} misses by cause", "", tabulate(cells, headers=["models", "cause", "one of them"], tablefmt="github")]
     if losing:
-        cells = [[c, f"{r['source']}:{r['name']}", why[:200].replace("|", "/")] for c, r, why in losing]
         out += ["", "## Losing rows, but for those that stock PyTorch does not take either", ""]
-        out.append(tabulate(cells, headers=["check", "model", "why"], tablefmt="github"))
+        out.append(tabulate(losing, headers=["check", "model", "why"], tablefmt="github"))
     versions = Counter(", ".join(f"{p} {r[p]}" for p in ("torch", "torchvision", "timm", "transformers") if r[p]) for r in rows)
     out += ["", "Versions: " + "; ".join(f"{v} ({n})" for v, n in versions.items()) + "."]
     return "\n".join(out) + "\n"
