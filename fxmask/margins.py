@@ -13,6 +13,7 @@ from .chains import Link, chain_of, row_sum, spectral
 from .kernels.errors import ConfigError, ShapeError, message
 from .passes.finding.candidate import join
 from .report import Report
+from .sites import values_of
 
 BOUNDS = ("3.4", "3.5", "3.6")  # as the paper numbers them
 EVERY = "all masks at once"
@@ -162,10 +163,15 @@ def _moves(links: Sequence[Link], updated: Mapping[str, Tensor] | None) -> dict[
     found = {}
     for name, link in named.items():
         if name in updated:
-            if updated[name].shape != link.weight.shape:
-                what = f"updated[{name!r}]: expected shape {tuple(link.weight.shape)}, got {tuple(updated[name].shape)}."
+            new = updated[name]
+            if not isinstance(new, Tensor) or new.is_complex() or new.layout is not torch.strided:
+                got = f"{new.dtype}, {new.layout}" if isinstance(new, Tensor) else type(new).__name__
+                what = f"updated[{name!r}]: expected a dense tensor of real numbers, got {got}."
+                raise ConfigError(message(what, "fxmask.stability", "give a state_dict()."))
+            if new.shape != link.weight.shape:
+                what = f"updated[{name!r}]: expected shape {tuple(link.weight.shape)}, got {tuple(new.shape)}."
                 raise ShapeError(message(what, "fxmask.stability", "give weights of the same model."))
-            found[link.name] = updated[name].detach().to(link.weight) - link.weight
+            found[link.name] = values_of(name, new, "fxmask.stability").detach().to(link.weight) - link.weight
     return found
 
 

@@ -156,6 +156,7 @@ class Doubled(nn.Dropout):
         return 2 * x
 
 
+UPDATE = torch.ones(2, 4)
 WRONG = {
     "conv": (lambda: fxmask.stability(nn.Sequential(nn.Conv2d(1, 2, 3)), X), "expected an nn.Sequential of Linear, .* got Conv2d"),
     "norm": (lambda: fxmask.stability(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), X), "got LayerNorm"),
@@ -176,6 +177,10 @@ WRONG = {
     "tokens": (lambda: fxmask.stability(tiny(), X[None]), r"got \(1, 2, 4\)"),
     "meta": (lambda: fxmask.stability(tiny().to("meta"), X), "needs the weight's values"),
     "names": (lambda: fxmask.stability(tiny(), X, {"fc.weight": X}), "some of 0.weight, 2.weight, got fc.weight"),
+    "updated's type": (lambda: fxmask.stability(tiny(), X, {"0.weight": [1.0]}), r"\['0.weight'\]: expected a dense tensor of real numbers, got list"),
+    "complex updates": (lambda: fxmask.stability(tiny(), X, {"0.weight": UPDATE.cfloat()}), r"of real numbers, got torch\.complex64"),
+    "meta updates": (lambda: fxmask.stability(tiny(), X, {"0.weight": UPDATE.to("meta")}), r"got a meta tensor(?s:.*)where: 0\.weight"),
+    "sparse updates": (lambda: fxmask.stability(tiny(), X, {"0.weight": UPDATE.to_sparse()}), r"got torch\.float32, torch\.sparse_coo"),
     "updated's shape": (lambda: fxmask.stability(tiny(), X, {"0.weight": X.T}), r"updated\['0.weight'\]: expected shape \(2, 4\)"),
     "soft": (lambda: fxmask.stability(_soft(), torch.randn(2, 32)), "a soft mask on its ramp"),
     "dropping": (lambda: fxmask.stability(fxmask.apply(nn.Sequential(nn.Linear(32, 32)), fxmask.BlockDropout(0.1, mc=True), include="0"), X), "mc=True"),
