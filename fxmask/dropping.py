@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.fx import Proxy
 from torch.nn.parameter import is_lazy
 
 from .fused import FusedDropout, dropouts_before, fuse, runs_in_turn
 from .fused import Pair as Pair  # the name by which models of before were pickled
-from .kernels.errors import ConfigError, UnsupportedError, first_of, message, warn
+from .kernels.errors import ConfigError, first_of, message, warn
 from .passes.finding.candidate import join
 from .passes.finding.choose import Decision
 from .passes.finding.graph_linears import around, graph_modules, name_now
@@ -24,7 +23,7 @@ from .passes.infra import run_passes
 from .passes.settings.block_dropout import BlockDropout
 from .passes.state import ranks
 from .swap import MaskedLinear, ran
-from .swapped import Swapped, look_at_asked, masked_class, note_asked, of_now
+from .swapped import Swapped, look_at_asked, masked_class, note_asked, of_now, refuse_proxy
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -39,9 +38,7 @@ class DroppedLinear(Swapped):
     def forward(self, input: Tensor) -> Any:
         if not isinstance(self, DroppedLinear):
             return of_now(self, input)
-        if isinstance(input, Proxy):
-            what = "torch.fx.symbolic_trace cannot look into a layer with block dropout: expected a dense model."
-            raise UnsupportedError(message(what, type(self).__name__, "trace first, then fxmask.apply(traced, BlockDropout(...))."))
+        refuse_proxy(self, input, "a layer with block dropout", "BlockDropout")
         ran(self)
         look_at_asked(self)
         weight = raw_weight(self)

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.fx import Proxy
 
-from .kernels.errors import UnsupportedError, message
 from .passes.finding.candidate import join
 from .passes.finding.choose import Decision
 from .passes.finding.graph_linears import graph_modules, name_now
@@ -21,7 +19,7 @@ from .passes.settings.activation_pruning import ActivationPruning, saves
 from .passes.state import noted, ranks
 from .passes.state.pruning_schedule import install, is_scheduled, uninstall, words
 from .swap import MaskedLinear
-from .swapped import Swapped, look_at_asked, masked_class, note_asked, of_now
+from .swapped import Swapped, look_at_asked, masked_class, note_asked, of_now, refuse_proxy
 
 
 class Pruned(Swapped):
@@ -37,9 +35,7 @@ class Pruned(Swapped):
 def _begin(m: Pruned, input: Tensor) -> None:
     """Of a forward: note that it runs, and look at what the compiler is to compare. Raises: UnsupportedError while it is traced."""
     noted.note(m)
-    if isinstance(input, Proxy):
-        what = "torch.fx.symbolic_trace cannot look into a pruned layer: expected a dense model."
-        raise UnsupportedError(message(what, type(m).__name__, "trace first, then fxmask.apply(traced, ActivationPruning(...))."))
+    refuse_proxy(m, input, "a pruned layer", "ActivationPruning")
     look_at_asked(m)
 
 

@@ -13,8 +13,7 @@ from .nm.nm_layers import any_nm, nm_layers
 from .nm.nm_state import load_nm_state, nm_state
 from .passes.settings import looks, phase_change
 from .passes.state import rebuild, tensors
-from .passes.state import site as state
-from .passes.state.site import Site
+from .passes.state.site import Site, note_weight
 from .pruning import scheduled_layers
 from .pruning_state import check_pruning_state, load_pruning_state, pruning_state
 from .sites import any_masked, expect_module, sites_in_force
@@ -124,7 +123,7 @@ def _load(site: Site, entry: dict[str, Any]) -> None:
     if entry["mask"] is not None:
         mask = entry["mask"].to(device=device).clone()
         rebuild.hold(site, mask, tensors.lists_of(site, mask))
-        state.note_weight(site, site._parameters.get("weight"))
+        note_weight(site, site._parameters.get("weight"))
         site._fxmask_flips = entry["flips"].to(device=device).clone()
         site._fxmask_lost = False
     for key in _scores(site):

@@ -10,6 +10,7 @@ from functools import wraps
 from typing import Any
 
 from torch import nn
+from torch.fx import Proxy
 
 from .kernels.errors import UnsupportedError, message
 from .passes.finding.readers import forward_codes
@@ -95,6 +96,13 @@ def _rebuild_class(base: type[nn.Module], mixin: type[nn.Module]) -> nn.Module:
 def of_now(m: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward that a module has by now, for one of ours that was bound before `fxmask.restore`, as wrappers of forwards keep it (Accelerate's hooks)."""
     return type(m).forward(m, *args, **kwargs)
+
+
+def refuse_proxy(m: nn.Module, input: object, layer: str, config: str) -> None:
+    """UnsupportedError where a symbolic trace runs a layer whose input is pruned or dropped, and would freeze that."""
+    if isinstance(input, Proxy):
+        what = f"torch.fx.symbolic_trace cannot look into {layer}: expected a dense model."
+        raise UnsupportedError(message(what, type(m).__name__, f"trace first, then fxmask.apply(traced, {config}(...))."))
 
 
 def note_asked(m: nn.Module, config: Options) -> None:

@@ -20,7 +20,7 @@ from ..passes.state import ranks
 from ..passes.state.site import Site
 from ..passes.state.site_mask import mask_outside
 from ..sites import sites, values_of
-from .layer_rows import computed_row, dense_row, exported_row, graph_row, masked_row, unapplied_row
+from .layer_rows import computed_row, exported_row, graph_row, masked_row, row_of, unapplied_row
 
 LEFT = "left dense by fxmask.apply of a larger model, whose explain says why, or by an earlier one"
 
@@ -45,7 +45,7 @@ def rows_of(model: nn.Module, found: list[Candidate], traced: list[Inside], know
     told += [(unapplied_row(name, p, known.unseen, known.health), p) for name, p, done in others if not done.product]  # of calls such as F.linear
     told += [(computed_row(name, done), torch.empty(done.shape, device="meta")) for (name, _), done in known.by_graphs.items()]  # what no layer has taken
     told += [(exported_row(i), i.weight) for i in reversed({id(i.weight): i for i in reversed(traced)}.values())]  # of several calls of a layer the first
-    products = [dense_row(c.name, c.weight, _reason(c, known.reasons)) for c in find_products(model) if c.name in known.reasons]
+    products = [row_of(c.name, c.weight, _reason(c, known.reasons)) for c in find_products(model) if c.name in known.reasons]
     products += [unapplied_row(name, p, known.unseen) for name, p, done in others if done.product]
     return told, products
 
@@ -53,7 +53,7 @@ def rows_of(model: nn.Module, found: list[Candidate], traced: list[Inside], know
 def _layer_row(c: Candidate, known: Known) -> dict[str, Any]:
     """The row of a linear or convolution, by whoever has decided about it."""
     if c.name in known.nm:
-        return {**dense_row(c.name, c.weight, "selected"), **nm_row(known.nm[c.name])}
+        return {**row_of(c.name, c.weight, "selected"), **nm_row(known.nm[c.name])}
     entry = known.masked.pop(c.param_name, None)
     if entry is not None:
         row = masked_row(c.name, *entry)
@@ -63,7 +63,7 @@ def _layer_row(c: Candidate, known: Known) -> dict[str, Any]:
     by_graph = done if key is None else known.by_graphs[key]
     if c.key in known.reasons and (by_graph is None or by_graph.mask is None):  # a graph may mask what `apply` was not to change
         known.by_graphs.pop(key, None)
-        return dense_row(c.name, c.weight, _reason(c, known.reasons))
+        return row_of(c.name, c.weight, _reason(c, known.reasons))
     if key is None:
         left = decided_by_apply(c.weight) if c.module is None else left_by_apply(c.module)  # a packed projection is no layer
         return unapplied_row(c.name, c.weight, LEFT if left else known.unseen, known.health)

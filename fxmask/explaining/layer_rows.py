@@ -31,10 +31,15 @@ RESIZED = "; its weight has been replaced by one of another size, and its forwar
 UNFIT = {"taken": TAKEN, "resized": "; its weight has been replaced by one of another size"}  # of a layer in a trace
 
 
-def dense_row(name: str, weight: Tensor, reason: str) -> dict[str, Any]:
+def row_of(name: str, weight: Tensor, reason: str, **more: Any) -> dict[str, Any]:
+    """The row of a dense layer, but for `more`."""
     columns = ["block", "blocks", "target_ratio", "final_ratio", "achieved_ratio", "backward", "masked_weights", "ranks_by", "impl", "why", "step"]
     row, shape = dict.fromkeys([*columns, "mask_age", "flips"]), "x".join(map(str, weight.shape))
-    return {"name": name, "masked": False, "reason": reason, "shape": shape, **row, "elements": weight.numel(), "kept": weight.numel()}
+    return {"name": name, "masked": False, "reason": reason, "shape": shape, **row, "elements": weight.numel(), "kept": weight.numel(), **more}
+
+
+def _achieved(kept: int | None, elements: int) -> float | None:
+    return None if kept is None or not elements else 1 - kept / elements
 
 
 def _policy(site: Site, weight: Tensor | None) -> str:
@@ -63,16 +68,17 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     shape = (nb * c.block[0], kb * c.block[1]) if weight is None else site._fxmask_shape if unfit.startswith(TAKEN) else tuple(weight.shape)
     mask = mask_outside(site, weight.detach()) if weight is not None and has_values(weight) and not unfit else None
     kept = None if mask is None else int(kept_elements(mask, matrix_shape(shape), c.block))
-    elements = math.prod(shape)
     soft = f"; soft: computes densely until step {c.softened_from}, masked blocks at {c.soft_scale_at(site._fxmask_step):.3g}"
-    row = dense_row(name, torch.empty(shape, device="meta"), f"selected{soft if site._fxmask_softening else ''}{unfit}")
-    row.update(
+    return row_of(
+        name,
+        torch.empty(shape, device="meta"),
+        f"selected{soft if site._fxmask_softening else ''}{unfit}",
         masked=True,
         block="x".join(map(str, c.block)),
         blocks=nb * kb,
         target_ratio=0.0 if site._fxmask_is_dense else c.ratio_at(site._fxmask_step),
         final_ratio=site._fxmask_given.final_ratio,
-        achieved_ratio=None if kept is None or not elements else 1 - kept / elements,
+        achieved_ratio=_achieved(kept, math.prod(shape)),
         backward=c.backward,
         masked_weights=_policy(site, weight),
         ranks_by=_ranking(c),
@@ -81,9 +87,7 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         mask_age=site._fxmask_step - site._fxmask_built if c.cached else None,
         flips=None if site._fxmask_flips is None or not has_values(site._fxmask_flips) else int(site._fxmask_flips),
         kept=kept,
-        elements=elements,
     )
-    return row
 
 
 def _unfit(site: Site, weight: Tensor | None) -> str:
@@ -101,7 +105,7 @@ def _unfit(site: Site, weight: Tensor | None) -> str:
 def unapplied_row(name: str, weight: Tensor, unseen: str, health: bool = False) -> dict[str, Any]:
     """A layer of which `apply` knows nothing: what graphs of the backend do, and else what is to be said of one that nobody has seen."""
     done = seen(weight)
-    return dense_row(name, weight, unseen) if done is None else graph_row(name, weight, done, health)
+    return row_of(name, weight, unseen) if done is None else graph_row(name, weight, done, health)
 
 
 def computed_row(name: str, done: Done) -> dict[str, Any]:
@@ -116,9 +120,9 @@ def graph_row(name: str, weight: Tensor, done: Done, health: bool = False) -> di
     c = done.mask
     if c is None:
         reason = f"not masked; input pruned {IN_GRAPHS}" if done.activations else f"{done.dense} (backend='fxmask')"
-        return {**dense_row(name, weight, reason), "activations": done.activations}
+        return row_of(name, weight, reason, activations=done.activations)
     if weight.dim() != 2:
-        return dense_row(name, weight, f"selected {IN_GRAPHS}, and given another shape since")
+        return row_of(name, weight, f"selected {IN_GRAPHS}, and given another shape since")
     row = {**_masked_in_graph(name, weight, c, done, health), "activations": done.activations}
     if done.dense:  # an owner of two ways to use it
         row |= {"reason": f"{row['reason']}, in some of its uses; in others: {done.dense}", "kept": weight.numel()}
@@ -128,7 +132,6 @@ def graph_row(name: str, weight: Tensor, done: Done, health: bool = False) -> di
 @torch.no_grad()
 def exported_row(i: Inside) -> dict[str, Any]:
     """A layer that was masked before its model was traced: what stands in the graph, with the mask as it is now."""
-    row = dense_row(i.name, i.weight, IN_TRACE + UNFIT.get(i.unfit, ""))
     known = i.weight.dim() >= 2
     blocks = math.prod(grid_shape(matrix_shape(i.weight.shape), i.block)) if known and i.block else 0
     ratio = None if i.kept is None or not blocks else 1 - i.kept / blocks
@@ -140,50 +143,26 @@ def exported_row(i: Inside) -> dict[str, Any]:
         why = "the graph multiplies by W∘M"
     elif i.impl == "auto":
         why = "chosen when it runs"
-    row.update(
-        masked=True,
-        shape=row["shape"] if known else None,
-        block="x".join(map(str, i.block)) if i.block else "N:M",
-        blocks=blocks or None,
-        target_ratio=ratio,
-        final_ratio=ratio,
-        achieved_ratio=None if kept is None or not i.weight.numel() else 1 - kept / i.weight.numel(),
-        backward=i.backward,
-        masked_weights=UNGUARDED,
-        impl=i.impl,
-        why=why,
-        kept=kept,
-    )
-    return row
+    block = "x".join(map(str, i.block)) if i.block else "N:M"
+    columns = {"masked": True, "block": block, "blocks": blocks or None, "backward": i.backward, "masked_weights": UNGUARDED, "impl": i.impl, "why": why}
+    ratios = {"target_ratio": ratio, "final_ratio": ratio, "achieved_ratio": _achieved(kept, i.weight.numel()), "kept": kept}
+    return row_of(i.name, i.weight, IN_TRACE + UNFIT.get(i.unfit, ""), **({} if known else {"shape": None}), **columns, **ratios)
 
 
 @torch.no_grad()
 def _masked_in_graph(name: str, weight: Tensor, c: WeightMask, done: Done, health: bool) -> dict[str, Any]:
     """A layer that compiled graphs of the backend mask. They keep nothing, so the mask is made here, from the weight as it is now."""
-    nb, kb = grid_shape(weight.shape, c.block)
-    row: dict[str, Any] = {**dense_row(name, weight, f"selected {IN_GRAPHS}"), "kept": None}
-    mask = None
+    blocks = math.prod(grid_shape(weight.shape, c.block))
     if (given := gathered(weight)) is not None:  # and not its values, which are there in forwards alone
         weight = whole(weight.detach()).to(given.dtype)
-    if is_taken(weight):
-        row["reason"] += TAKEN
-    elif has_values(weight):
-        keep, count = (torch.full((), n, dtype=torch.int64, device=weight.device) for n in (c.keep_at(0, nb * kb), 0))
+    mask, found, taken = None, dict[str, Any](), is_taken(weight)
+    if not taken and has_values(weight):
+        keep, count = (torch.full((), n, dtype=torch.int64, device=weight.device) for n in (c.keep_at(0, blocks), 0))
         stream = stream_of(c.seed, done.stream_name) if c.criterion == "random" else 0
         mask = ops.index(weight.detach(), keep, count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
-        row["kept"] = int(kept_elements(mask, matrix_shape(weight.shape), c.block))
-        row["achieved_ratio"] = 1 - row["kept"] / weight.numel() if weight.numel() else None
-        row |= signs(weight.detach(), mask, c.block)[0] if health else {}
+        found = signs(weight.detach(), mask, c.block)[0] if health else {}
+    kept = None if mask is None else int(kept_elements(mask, matrix_shape(weight.shape), c.block))
     by = runs(c, weight, mask) if done.called else {"impl": "reference", "why": "its reader takes W∘M as an argument"}
-    row.update(
-        masked=True,
-        block="x".join(map(str, c.block)),
-        blocks=nb * kb,
-        target_ratio=c.ratio,
-        final_ratio=c.ratio,
-        backward=c.backward,
-        masked_weights=UNGUARDED,
-        ranks_by=_ranking(c),
-        **by,
-    )
-    return row
+    columns = {"masked": True, "block": "x".join(map(str, c.block)), "blocks": blocks, "backward": c.backward, "masked_weights": UNGUARDED, **by}
+    ratios = {"target_ratio": c.ratio, "final_ratio": c.ratio, "achieved_ratio": _achieved(kept, weight.numel()), "kept": kept}
+    return row_of(name, weight, f"selected {IN_GRAPHS}{TAKEN if taken else ''}", **columns, ranks_by=_ranking(c), **ratios, **found)

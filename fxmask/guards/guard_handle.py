@@ -12,9 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..passes.state import lost_guards, pruning_schedule, taken_steps
-from ..passes.state import site as state
 from ..passes.state.rebuild import Job
-from ..passes.state.site import Site
+from ..passes.state.site import Site, note_weight
 from ..passes.stepping import elementwise
 from ..passes.stepping.bypass import warn_of_dense_readers
 from ..passes.stepping.guarded_weight import Guarded
@@ -168,7 +167,7 @@ class GuardHandle:
         for site, weight in self._followed:
             if self._is_ours(site):
                 site._fxmask_policy, site._fxmask_guard, site._fxmask_announced, site._fxmask_forward = None, None, False, ()
-                state.note_weight(site, weight)
+                note_weight(site, weight)
         for m in filter(self._counts, self._pruned):
             pruning_schedule.follow(m, None)
         self._hooks = []
