@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ..bench.provenance import provenance, utc
 from ..errors import ConfigError, UnsupportedError
 from ..kernels import draw_ops
+from ..kernels.errors import message
 from ..kernels.grid import plain_int
 from ..passes.counting import dropout_rules, masked_rules, pruned_rules, rules  # noqa: F401  (they register their rules)
 from ..passes.counting.capture import capture
@@ -84,13 +85,8 @@ def analyze(
     """
     target_device = devices.of_machine() or devices.device("h100-sxm") if device is None else devices.device(device)
     phases = _phases(phases)
-    _check(impl, memory_model, dtype, steps, progress)
-    for option, value in (("count_elementwise", count_elementwise), ("strict", strict)):
-        if type(value) is not bool:
-            raise ConfigError(f"{option}: expected True or False, got {value!r}.")
+    _check(impl, memory_model, dtype, steps, progress, masked_step, count_elementwise=count_elementwise, strict=strict)
     steps = plain_int(steps)
-    if masked_step is not None and type(masked_step) is not bool:
-        raise ConfigError(f"masked_step: expected True, False or None, got {masked_step!r}.")
     optimiser.kind_of(optimizer if "opt" in phases else None)
     args, named = _arguments(inputs, kwargs)
     backward = any(p in phases for p in ("dX", "dW", "opt"))  # what is trained has a gradient
@@ -111,7 +107,8 @@ def analyze(
     rows, shares = tables.coverage(works, recording)
     if strict and rows:
         ops = ", ".join(f"{r['op']} ({r['count']}x, {r['example_shapes']})" for r in rows)
-        raise _unknown(ops, rows[0]["op"])
+        fix = f"register one: {rows[0]['suggestion']} on a function of the op's arguments that gives its FLOP; or strict=False."
+        raise UnsupportedError(message(f"analyze(strict=True) knows no cost of: {ops}.", fix=fix))
     report = _report(model, recording, works, forward, target_device, optimizer if "opt" in phases else None, steps, impl, rows, shares)
     if dtype is not None:
         report.title += f", counted in {str(dtype).removeprefix('torch.')}"
@@ -121,11 +118,6 @@ def analyze(
     return report
 
 
-def _unknown(ops: str, first: str) -> Exception:
-    fix = f"\n  fix: register one: @fxmask.register_cost(torch.ops.{first}) on a function of the op's arguments that gives its FLOP; or strict=False."
-    return UnsupportedError(f"analyze(strict=True) knows no cost of: {ops}.{fix}")
-
-
 def _phases(given: Any) -> tuple[str, ...]:
     found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, (str, Tensor)) and getattr(given, "ndim", 1) == 1 else ()
     if not found or not all(isinstance(p, str) and p in PHASES for p in found):
@@ -133,7 +125,7 @@ def _phases(given: Any) -> tuple[str, ...]:
     return found
 
 
-def _check(impl: str | None, memory_model: str, dtype: torch.dtype | None, steps: int | None, progress: Any) -> None:
+def _check(impl: str | None, memory_model: str, dtype: torch.dtype | None, steps: int | None, progress: Any, masked_step: Any, **flags: Any) -> None:
     one_of("memory_model", memory_model, MODELS)
     if impl is not None and (not isinstance(impl, str) or impl not in IMPLS):
         raise ConfigError(f"impl: expected one of {', '.join(IMPLS)} or None, got {impl!r}.")
@@ -143,6 +135,11 @@ def _check(impl: str | None, memory_model: str, dtype: torch.dtype | None, steps
         raise ConfigError(f"steps: expected a number of steps or None, got {steps!r}.")
     if progress is not None and not callable(progress):
         raise ConfigError(f"progress: expected a function of the number of ops so far, or None, got {progress!r}.")
+    if masked_step is not None and type(masked_step) is not bool:
+        raise ConfigError(f"masked_step: expected True, False or None, got {masked_step!r}.")
+    for option, value in flags.items():
+        if type(value) is not bool:
+            raise ConfigError(f"{option}: expected True or False, got {value!r}.")
 
 
 def _arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,8 @@ TOKENS, BLOCKS, RATIOS, OPS = (256, 1024, 2048, 4096), (16, 32, 64, 128), (0.5, 
 
 def draw(count: int, dtype: str, seed: int) -> list[Cell]:
     """Different cases out of the grid, in an order that the seed alone decides."""
-    every = [
-        Cell(op, "plans", m, n, k, dtype, (b, b), r, "random", seed)
-        for op in OPS for m in TOKENS for n, k in SHAPES for b in BLOCKS for r in RATIOS
-    ]  # fmt: skip
+    grid = product(OPS, TOKENS, SHAPES, BLOCKS, RATIOS)
+    every = [Cell(op, "plans", m, n, k, dtype, (b, b), r, "random", seed) for op, m, (n, k), b, r in grid]
     return random.Random(seed).sample(every, min(count, len(every)))
 
 

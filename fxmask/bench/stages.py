@@ -66,11 +66,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for how in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, how)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=5)
             return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def run_stage(stage: Stage, log: Path, limit_s: float | None, started: list[subprocess.Popen[bytes]], stopped: threading.Event) -> Result:
