@@ -63,5 +63,5 @@ def row(work: Work, device: Device, tf32: bool = False) -> dict[str, Any]:
         "t_dense_min_us": 1e6 * t_dense if work.dense is not None else None,
         "speedup_bound": t_dense / t if bounded and t else None,
         "l2_bw_to_tie": c.bytes_req / t_dense / 1e12 if bounded and t_dense else None,
-        "dram_est_us": 1e6 * traffic.total(traffic.operands(work, device), "bytes_dram_est") / device.dram_bytes_s,
+        "dram_est_us": 1e6 * sum(o["bytes_dram_est"] for o in traffic.operands(work, device)) / device.dram_bytes_s,
     }

@@ -48,9 +48,7 @@ def summary(works: list[Work], kept: dict[str, int], recording: Recording, devic
         "mac": by_phase(works, tables.macs),
         "bytes_min": moved,
         "bytes_req": by_phase(works, lambda w: w.cost.bytes_req),
-        "bytes_sector": traffic.total(operands, "bytes_sector"),
-        "bytes_line": traffic.total(operands, "bytes_line"),
-        "bytes_dram_est": traffic.total(operands, "bytes_dram_est"),
+        **{level: sum(o[level] for o in operands) for level in ("bytes_sector", "bytes_line", "bytes_dram_est")},
         "weights_loaded": loaded,
         "ai_dram": useful["total"] / moved["total"] if moved["total"] else None,
         "t_min_us": 1e6 * sum(roofline.seconds(w, device, tf32) for w in works if w.launches),
@@ -169,8 +167,8 @@ def _named(added: list[Work]) -> str:
 
 
 def _weight_bytes(w: Work) -> int:
-    names = ("w",) if w.phase != "dW" else ("dw",)
-    return sum(w.cost.reads_min.get(n, 0) + w.cost.writes_min.get(n, 0) for n in names)
+    name = "dw" if w.phase == "dW" else "w"
+    return w.cost.reads_min.get(name, 0) + w.cost.writes_min.get(name, 0)
 
 
 def _of_l2(masked: list[Work], device: Device, tf32: bool) -> list[str]:

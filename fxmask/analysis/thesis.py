@@ -107,24 +107,16 @@ def kept_bytes(
 ) -> int:
     """Bytes of the lines of the kept blocks of `linear`, all `count` of them; exact with `mask`, else with every kept block whole."""
     block, n = _checked(linear, block, ratio, mask)
-    if mask is None or not any(size % b for size, b in zip(linear.shape, block, strict=True)):
+    if mask is None:
         return linear.count * n * block_lines(*clipped(block, linear.shape), itemsize=itemsize, variant=variant) * LINE
     rows, cols = (_sides(size, b, mask.device) for size, b in zip(linear.shape, block, strict=True))
     return int((mask * block_lines(rows[:, None], cols[None, :], itemsize=itemsize, variant=variant)).sum()) * LINE
 
 
 def movement(
-    model: ModelShapes,
-    block: tuple[int, int],
-    ratio: float | None = None,
-    *,
-    masks: Mapping[str, Tensor] | None = None,
-    batch: int = 128,
-    variant: str = "A",
-    memory_model: str = "thesis",
-    itemsize: int = 4,
-    cap: bool = True,
-) -> Movement:
+    model: ModelShapes, block: tuple[int, int], ratio: float | None = None, *, masks: Mapping[str, Tensor] | None = None, batch: int = 128, variant: str = "A",
+    memory_model: str = "thesis", itemsize: int = 4, cap: bool = True,
+) -> Movement:  # fmt: skip
     """Bytes that one forward of a batch moves, by the model of [T] (figures 6.1 and 6.2) or with activations of every token.
 
     Args:

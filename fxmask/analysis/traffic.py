@@ -59,8 +59,3 @@ def _passes(work: Work, name: str, low: int, device: Device) -> int:
         return -(-work.m // TOKEN_GROUP)
     slice_bytes = low * min(1, TOKEN_GROUP / work.m)
     return 1 if slice_bytes <= ALPHA * device.l2_bytes else -(-work.n // device.dense_tile[1])
-
-
-def total(rows: list[dict[str, Any]], column: str) -> int:
-    """Sum of a column."""
-    return sum(r[column] for r in rows)

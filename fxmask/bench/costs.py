@@ -14,13 +14,6 @@ from .cells import products
 from .inputs import Inputs
 
 
-def _metadata(i: Inputs) -> Cost:
-    shape = (i.cell.N, i.cell.K)
-    if i.cell.phase == "block_index":
-        return layer_cost.block_index(shape, i.block, i.w.element_size(), i.cell.provider == "fxmask_triton")
-    return layer_cost.strip_lists(shape, i.block)
-
-
 def _columns(total: Cost) -> dict[str, int]:
     return {"flop_useful": total.flop_useful, "flop_issued": total.flop_issued, "bytes_min": total.bytes_min, "bytes_req": total.bytes_req}
 
@@ -43,14 +36,15 @@ def cost_of(i: Inputs) -> dict[str, int]:
 
     Of a library's dense or sparse matmul only the mathematics is known: no requested bytes, and issued FLOP for the dense ones.
     """
-    c = i.cell
+    c, shape, kernels = i.cell, (i.cell.N, i.cell.K), i.cell.provider == "fxmask_triton"
     if c.op == "metadata":
-        total = _metadata(i)
-        return _columns(total) if c.provider == "fxmask_triton" else {"bytes_min": total.bytes_min}
-    if c.provider == "fxmask_triton":
+        lists = c.phase == "lists"
+        total = layer_cost.strip_lists(shape, i.block) if lists else layer_cost.block_index(shape, i.block, i.w.element_size(), kernels)
+        return _columns(total) if kernels else {"bytes_min": total.bytes_min}
+    if kernels:
         return triton_cost(i)
     n = len(products(c.op))
-    kept = c.N * c.K if c.provider == "dense" else int(kept_elements(i.mask, (c.N, c.K), i.block))
+    kept = c.N * c.K if c.provider == "dense" else int(kept_elements(i.mask, shape, i.block))
     least = n * i.w.element_size() * (c.M * c.K + c.M * c.N + kept)
     known = {"flop_useful": 2 * n * c.M * kept, "bytes_min": least}
     return known if c.provider.startswith("torch") else {**known, "flop_issued": 2 * n * c.M * c.N * c.K}

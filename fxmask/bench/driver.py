@@ -57,14 +57,10 @@ def run_cells(run: Run, cells: list[Cell]) -> int:
     """Measure what the csv lacks, until the time limit; returns how many cells are left."""
     def done(cell: Cell, row: Row) -> None:
         run.table.append(row)
-        run.say(line(row, cell))
+        times = " ".join(f"{c}={row[c]}" for c in ("ms_p50", "cold_ms_p50", "x_best") if row.get(c))
+        run.say(f"{cell.name}  {row['gate']}  {times}")
 
     return run.over(run.lacking(cells, run.table, what), lambda cell: measure(run, cell), done)
-
-
-def line(row: Row, cell: Cell) -> str:
-    times = " ".join(f"{c}={row[c]}" for c in ("ms_p50", "cold_ms_p50", "x_best") if row.get(c))
-    return f"{cell.name}  {row['gate']}  {times}"
 
 
 def _inputs(run: Run, cell: Cell) -> Inputs:
