@@ -41,7 +41,7 @@ def main(a: argparse.Namespace) -> int:
         device = torch.device(a.device)
     except RuntimeError as e:
         raise ConfigError(f"--device: expected cpu or cuda, got {a.device!r}: {str(e).splitlines()[0]}") from None
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
         raise ConfigError(f"--device: expected a device that is here, cpu or cuda, got {a.device!r}.")
     if a.threads is not None:
         if a.threads < 1:

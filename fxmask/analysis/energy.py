@@ -140,7 +140,7 @@ def measure_energy(
         raise ConfigError(f"measure_energy: expected positive seconds, idle_s and samples, got seconds={seconds}, idle_s={idle_s}, samples={samples}.")
     where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
     fix = "measure on a machine with an NVIDIA GPU and nvidia-ml-py; without one the report has no energy."
-    if where.type != "cuda" or not torch.cuda.is_available():
+    if where.type != "cuda" or (where.index or 0) >= torch.cuda.device_count():
         raise UnsupportedError(message(f"measure_energy: energy is read from an NVIDIA GPU: expected a CUDA device that is here, got {str(where)!r}.", fix=fix))
     if (api := provenance.nvml()) is None:
         raise UnsupportedError(message("measure_energy: energy is read through NVML: expected nvidia-ml-py and a driver that answers, got none.", fix=fix))

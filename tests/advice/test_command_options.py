@@ -54,3 +54,10 @@ def test_what_was_given_reaches_advise(monkeypatch, capsys):
     found.clear()
     assert cli.main([*call, "--dtype", "bfloat16"]) == 0
     assert found["autocast"] and "ratios" not in found and found["blocks"] is None
+
+
+def test_a_gpu_that_is_not_here_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert cli.main(["advise", "torch.nn:Flatten", "--device", "cuda:3", "--input", "8x64"]) == 2
+    assert "--device: expected a device that is here, cpu or cuda, got 'cuda:3'" in capsys.readouterr().err

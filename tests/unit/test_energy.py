@@ -182,15 +182,17 @@ def test_the_integral():
     assert integral(samples[:1], 0, 3) == pytest.approx(300)
 
 
-def test_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for device, named in ((None, "cuda"), (1, "cuda:1"), ("cpu", "cpu")):
+@pytest.mark.parametrize(("count", "asked"), [(0, ((None, "cuda"), (1, "cuda:1"), ("cpu", "cpu"))), (1, ((1, "cuda:1"), ("cuda:3", "cuda:3")))])
+def test_without_that_gpu(monkeypatch, count, asked):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(count))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    for device, named in asked:
         with pytest.raises(UnsupportedError, match=f"expected a CUDA device that is here, got '{named}'.\n  fix: .* the report has no energy"):
             measure_energy(lambda: None, device=device)
 
 
 def test_without_nvml(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(provenance, "nvml", lambda: None)
     with pytest.raises(UnsupportedError, match="expected nvidia-ml-py and a driver that answers, got none"):
         measure_energy(lambda: None, device=0)
@@ -225,7 +227,7 @@ def test_it_is_the_gpu_that_torch_means(monkeypatch):
     board = Board()
     monkeypatch.setattr(provenance, "nvml", lambda: board)
     monkeypatch.setattr(provenance, "nvml_handle", lambda nvml, index: "handle" if index == 2 else None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: board.synchronize())
     monkeypatch.setattr(energy, "measure_on", lambda gpu, step, sync, **kw: (sync(), measure(gpu.nvml, **kw) | {"gpu": gpu.name, "handle": gpu.handle})[1])
