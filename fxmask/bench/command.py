@@ -52,7 +52,10 @@ def main(a: argparse.Namespace) -> int:
     if a.system != "weights":
         return other_system(a)
     dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
-    return in_turns(a, dtype) if a.device == "cpu" and not a.op_by_op else one_by_one(a, dtype)
+    if a.device != "cpu" or a.op_by_op:
+        return one_by_one(a, dtype)
+    _set_threads(a.threads)
+    return judged(a, dtype) if a.dispatch or a.floor else in_turns(a, dtype)
 
 
 def one_by_one(a: argparse.Namespace, dtype: str) -> int:
@@ -151,10 +154,6 @@ def in_turns(a: argparse.Namespace, dtype: str) -> int:
         raise ConfigError(f"unknown provider: expected some of {', '.join(contenders.KNOWN)}, got {', '.join(unknown)}; others need --op-by-op.")
     blocks = _numbers(a.blocks, "--blocks", int, 1, 1 << 31) or interleaved.DEFAULT_BLOCKS[: 1 if a.quick else None]
     ratios = _numbers(a.ratios, "--ratios", float, 0, 1) or interleaved.RATIOS
-    _set_threads(a.threads)
-    shared = provenance(torch.device("cpu"))
-    if a.dispatch or a.floor:
-        return judged(a, dtype, shared)
     shapes = names(a.shapes) or (interleaved.TINY if a.quick else CPU_SHAPES)
     kinds = _kinds(a) or (MASKS[:1] if a.quick else MASKS)
     found: list[Cell] = list(dict.fromkeys(interleaved.cells(shapes, blocks, ratios, kinds, dtype, a.seed)))
@@ -163,11 +162,11 @@ def in_turns(a: argparse.Namespace, dtype: str) -> int:
         print("\n".join(c.group for c in chosen))
         return 0
     table = interleaved.run(chosen, a.out, a.sample_s, a.time_limit, names(a.providers) or contenders.CONTENDERS)
-    rows = _shown(a, table, shared, f"cpu-{torch.get_num_threads()}-threads.png")
+    rows = _shown(a, table, provenance(torch.device("cpu")), f"cpu-{torch.get_num_threads()}-threads.png")
     return 1 if any(r["gate"] == "fail" for r in rows) else 0
 
 
-def judged(a: argparse.Namespace, dtype: str, shared: Row) -> int:
+def judged(a: argparse.Namespace, dtype: str) -> int:
     """The choices of the dispatch beside every plan, or `auto` beside masked-dense: 1 where they are not good enough."""
     fixed = ("quick", "blocks", "ratios", "shapes", "providers", "masks", "plot", *(("floor",) if a.dispatch else ()))
     _unused(a, fixed, f"{'--dispatch draws its cells' if a.dispatch else '--floor: its cells are fixed'}; expected --cells to choose among them")
@@ -176,6 +175,7 @@ def judged(a: argparse.Namespace, dtype: str, shared: Row) -> int:
     if a.list:
         print("\n".join(f"{c.group}/{c.phase}" for c in grid))
         return 0
+    shared = provenance(torch.device("cpu"))
     if a.dispatch:
         table = regret.run(grid, a.out, a.sample_s, a.time_limit)
         text, good = regret.summary(table.of({**shared, **what(c)} for c in grid))

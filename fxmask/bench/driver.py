@@ -55,6 +55,7 @@ def check_device(name: str) -> torch.device:
 
 def run_cells(run: Run, cells: list[Cell]) -> int:
     """Measure what the csv lacks, until the time limit; returns how many cells are left."""
+
     def done(cell: Cell, row: Row) -> None:
         run.table.append(row)
         times = " ".join(f"{c}={row[c]}" for c in ("ms_p50", "cold_ms_p50", "x_best") if row.get(c))
