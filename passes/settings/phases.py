@@ -92,11 +92,10 @@ def in_force(config: WeightMask, step: int) -> WeightMask:
     """The config at an optimiser step, itself without phases."""
     if not config.phases:
         return config
-    first, changes = 0, dict[str, Any]()
-    for s, new in _tuples(config)[: begun(config, step)]:
+    changes = dict[str, Any]()
+    for _, new in _tuples(config)[: begun(config, step)]:
         changes |= dict(new)
-        first = s if "refresh" in dict(new) else first
-    return _with(config, first, changes)
+    return _with(config, step, changes)
 
 
 def in_turn(config: WeightMask) -> list[WeightMask]:

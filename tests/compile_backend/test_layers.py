@@ -166,6 +166,26 @@ def test_a_last_projection_that_the_graph_makes_goes_by_the_layers_name():
         compiled(Attends(), **OPTIONS, exclude="attention.out_proj")(torch.randn(6, 2, 32))
 
 
+class AttendsPlainly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(32, 2)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+@pytest.mark.parametrize("backward", ["masked", "ste"])
+def test_a_masked_block_of_a_weight_that_is_given_as_an_argument_is_zero_whatever_it_holds(backward):
+    """Of two blocks with an Inf one is kept."""
+    model, x = AttendsPlainly(), torch.randn(6, 2, 32)
+    with torch.no_grad():
+        model.attention.out_proj.weight[[0, 31], [0, 31]] = torch.inf
+    y = compiled(model, ratio=0.75, block=(16, 16), backward=backward, include="attention.out_proj")(x)
+    assert torch.equal(y[..., 16:], model.attention.out_proj.bias[16:].expand(6, 2, 16)) and not y[..., 0].isfinite().any()
+
+
 class Named(nn.Module):
     def __init__(self):
         super().__init__()

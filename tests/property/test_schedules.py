@@ -33,6 +33,11 @@ def path(s, target, beyond=3):
     return [s.ratio_at(step, target) for step in range(s.steps + beyond)]
 
 
+def test_a_ramp_from_a_ratio_to_itself_stays_there():
+    """In floats 1 - (1 - 0.16) is larger than 0.16."""
+    assert set(path(fxmask.Schedule("exponential", 700, 0.16), 0.16)) == {0.16}
+
+
 @given(schedules(), RATIOS)
 @examples(300)
 def test_bounds_and_ends(s, target):

@@ -207,6 +207,16 @@ def test_a_ramp_changes_it_at_marks(hopper):
     assert len(set(seen)) == 5 and seen == sorted(seen, reverse=True) and seen[-1] < 0.11
 
 
+def test_what_autocast_leaves_as_it_is_takes_no_kernel():
+    """Float64, which autocast casts on neither side."""
+    m = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ratio=0.5, block=(16, 16))[0]
+    m._fxmask_from = 1
+    single, double = torch.ones(2, 64), torch.ones(2, 64).double()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [gpu_site.implementation(m, x, w, None) for x, w in ((single, m.weight), (double, m.weight.double()), (double, m.weight))]
+    assert found == ["triton", "masked_dense", "auto"]
+
+
 def test_a_look_at_the_dense_model_changes_nothing(hopper):
     m = layer()
     before = m._fxmask_from

@@ -231,6 +231,15 @@ def test_restore_leaves_a_masked_linear_that_the_model_calls_itself():
     assert torch.equal(gm(x), want) and "masked_linear" in gm.code and gm.code == code
 
 
+def test_a_name_that_another_node_has_by_now_is_not_given_back():
+    gm = fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.GELU()))
+    relu, gelu = (n for n in gm.graph.nodes if n.op == "call_module")
+    infra.call_again(gm, gelu, relu.name)
+    assert (relu.name, gelu.name) == ("_0", "_1")
+    infra.call_again(gm, gelu, "free")
+    assert gelu.name == "free"
+
+
 def test_frames_begin_with_whoever_asks_and_go_outwards():
     def inner():
         return next(frames()), [f.f_code.co_name for f in frames()]

@@ -8,8 +8,17 @@ from torch import nn, optim
 
 import fxmask
 from fxmask.kernels.grid import expand_mask
+from fxmask.passes.state import ranking
 
 SIDE, BLOCK = 64, (8, 8)
+
+
+def test_one_old_block_stays_where_more_than_all_of_them_are_put_up():
+    """A ratio that falls: two blocks are kept, three more come back, and three are exchanged. Growth prefers the others."""
+    keys, growth = torch.tensor([[7, 8, 1, 2, 3, 4, 5, 6]]).int(), torch.tensor([[0, 0, 5, 5, 5, 5, 5, 5]]).int()
+    old = keys > 6
+    mask, grown = ranking.regrown(keys, old, torch.tensor(5), 3, growth, False)
+    assert mask.int().tolist() == [[0, 1, 1, 0, 0, 1, 1, 1]] and grown.int().tolist() == [[0, 0, 1, 0, 0, 0, 0, 0]]
 
 
 def layer(**config):
