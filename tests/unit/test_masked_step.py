@@ -10,7 +10,7 @@ from unit.test_guard import masked_elements
 
 import fxmask
 from fxmask.errors import ConfigError
-from fxmask.kernels.grid import expand_mask
+from fxmask.kernels.grid import expand_mask, grid_shape
 from fxmask.passes.stepping.kept_blocks import KeptBlocks
 from fxmask.passes.stepping.masked_step import kept_on_host
 
@@ -288,6 +288,13 @@ def test_kept_blocks(shape, block):
 
 
 COUNTED = [dict(refresh=1), dict(refresh=3), dict(start=3), dict(refresh=0, schedule=None), dict(cover=True), dict(start=3, refresh=1)]
+
+
+@pytest.mark.parametrize(("shape", "block"), [((24, 64), (2, 2)), ((24, 60), (16, 3)), ((24, 56), (5, 12))], ids=str)
+def test_where_the_number_is_known_no_value_of_the_mask_is_asked_for(shape, block):
+    """On the meta device nobody could answer. A run is as wide as a block, or as four elements of one that is ragged."""
+    mask = torch.ones(grid_shape(shape, block), dtype=torch.bool, device="meta")
+    assert KeptBlocks(mask, shape, block, 3).numel == 3 * block[0] * block[1]
 
 
 @pytest.mark.parametrize("config", COUNTED, ids=str)

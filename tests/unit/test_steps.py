@@ -111,6 +111,19 @@ def test_rebuilds_count_from_the_start(form):
 
 
 @FORMS
+def test_steps_that_are_told_together_rebuild_where_one_of_them_would_have(form):
+    model, moved = masked(form, refresh=4), []
+    fxmask.step(model, 0)
+    for step in (3, 6, 9, 12):
+        before = fxmask.masks(model)["0.weight"]
+        with torch.no_grad():
+            model.get_parameter("0.weight").copy_(torch.randn(96, 64))
+        fxmask.step(model, 3)
+        moved += [step] if not torch.equal(before, fxmask.masks(model)["0.weight"]) else []
+    assert moved == [6, 9, 12]
+
+
+@FORMS
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_schedules(form, kind):
     around = {} if kind == "constant" else dict(warmup=2, cooldown=3)
