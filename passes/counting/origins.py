@@ -14,6 +14,7 @@ from ..graphs.graph_calls import BLOCK_INDEX
 from .calls import Call, Mask, Place, is_real, storage_of, typical_mask
 
 KEEP_ZEROS = {"aten.mul", "aten.div", "aten.where", "aten.copy_", "fxmask.graft"}  # ops of several tensors whose result is 0 wherever one of them is masked
+SHIFTS = {"aten.add", "aten.add_", "aten.sub", "aten.sub_", "aten.rsub"}  # whatever is added, a number too, no zero is left
 
 
 class Origins:
@@ -94,8 +95,8 @@ class Origins:
 
 
 def _inherited(call: Call) -> Mask | None:
-    """The mask of what is made of a masked weight: zeros stay where they are unless numbers of another tensor are added, or multiplied as a matrix."""
-    if call.op not in KEEP_ZEROS and sum(p.dtype.is_floating_point and p.numel > 1 for p in call.inputs) > 1:
+    """The mask of what is made of a masked weight: zeros stay where they are unless something is added, or numbers of another tensor multiplied as a matrix."""
+    if call.op in SHIFTS or (call.op not in KEEP_ZEROS and sum(p.dtype.is_floating_point and p.numel > 1 for p in call.inputs) > 1):
         return None
     return next((p.mask for p in call.inputs if p.mask is not None), None)
 

@@ -121,6 +121,8 @@ MIXED = {
     "low rank": (lambda m: m.up @ m.low, 2 * 32 * 4 * 64),
     "weight": (lambda m: m.b.weight.t(), 0),
     "buffer": (lambda m: m.shift, 0),
+    "number": (lambda m: 0.1, 0),
+    "mean": (lambda m: m.a.weight.mean(), 0),
 }
 
 
