@@ -1,6 +1,6 @@
 """The addresses that a captured step reads, and the Python values that it was captured with: `graphed_step` compares both before every call.
 
-Tensors are compared by identity, and kept alive here, so that no other tensor gets their address; Python values are compared by value.
+Tensors, modules and their hooks are compared by identity, and kept alive here, so that no other one gets their address; Python values are compared by value.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Facts:
         return isinstance(value, Tensor) and value.device == self.device
 
     def tensors(self) -> list[Any]:
-        """What is compared by identity; sites' masks and scalars are rewritten in place from now on."""
+        """What is compared by identity, children and hooks of modules among it; sites' masks and scalars are rewritten in place from now on."""
         found: list[Any] = []
         for o in self.optimizers:
             for state in o.state.values():
@@ -58,6 +58,9 @@ class Facts:
         for m in self.modules:
             found += m._parameters.values()
             found += m._buffers.values()
+            found += m._modules.values()  # one that is new has to be watched, too
+            found += m._forward_pre_hooks.values()
+            found += m._forward_hooks.values()
             if isinstance(m, Site) and "_fxmask_keep" in m.__dict__:
                 if not m._fxmask_in_place:
                     m._fxmask_in_place = True
@@ -74,7 +77,7 @@ class Facts:
             "numbers of the optimiser": numbers(self.groups, self),
             "where parameters lie, or whether they are trained": tuple((p.data_ptr(), p.requires_grad) for group in self.groups for p in group["params"]),
             "where tensors of the modules lie": tuple(t.data_ptr() for m in modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None),
-            "classes of modules, their children, or whether they train": tuple((m.__class__, m.training, len(m._modules)) for m in modules),
+            "classes of modules, or whether they train": tuple((m.__class__, m.training) for m in modules),
             "phases, modes or kernels of masks": tuple(_of_site(m) for m in modules if "_fxmask_keep" in m.__dict__),
             "how inputs are pruned or dropped, or N:M masks frozen": tuple(_of_layer(m) for m in modules if not m.__dict__.keys().isdisjoint(LAYER)),
             "models that are masked": 0 if modules else times_applied(),

@@ -104,7 +104,7 @@ class Graphed(Generic[T]):
             return "its guards have changed"
         tensors = facts.tensors()
         same = len(tensors) == len(self._tensors) and all(a is b for a, b in zip(tensors, self._tensors, strict=True))
-        return "" if same else "tensors that the graph reads were replaced"
+        return "" if same else "tensors that the graph reads, modules or their hooks are others"
 
     def _as_it_is(self) -> T:
         """A step that is not captured, on the stream of captures, as torch asks for before one; without the warning of optimisers that nothing is captured."""

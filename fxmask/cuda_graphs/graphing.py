@@ -37,8 +37,8 @@ def graphed(step: Callable[[], T], *optimizers: Optimizer, models: Iterable[nn.M
     The first calls run `step` as it is. Then it is captured, and a call replays it and lets guards count: schedules, refresh intervals, feedback, rigl's dense
     steps and phases go on as they do without a graph, and what they change is written where the graph reads it. Before every call the tensors of optimisers,
     guarded models and `models` are compared with those that were captured, and so is what a graph holds fixed of them: phases, modes and kernels of masks,
-    classes and train() or eval() of modules, which parameters are trained, Python numbers of the optimisers, autocast. After a change some calls run `step` as
-    it is, and it is captured anew. rigl's steps whose dense gradients regrowth reads are never captured.
+    children, hooks, classes and train() or eval() of modules, block dropout, which parameters are trained, Python numbers of the optimisers, autocast. After a
+    change some calls run `step` as it is, and it is captured anew. rigl's steps whose dense gradients regrowth reads are never captured.
 
     Args:
         step: makes all gradients that it uses, and lets each of `optimizers` step once. It reads its inputs from tensors that stay where they are, and nothing

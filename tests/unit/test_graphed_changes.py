@@ -62,6 +62,9 @@ CHANGES = {
     "eval": (MIX, lambda r: r.model.eval()),
     "eval of a layer that is not masked": (MIX, lambda r: r.model[1].eval()),
     "another layer": (MIX, appended),
+    "a hook before a layer": (MIX, lambda r: r.model[2].register_forward_pre_hook(lambda m, args: (2 * args[0],))),
+    "a hook behind a layer": (MIX, lambda r: r.model[1].register_forward_hook(lambda m, args, out: 2 * out)),
+    "another layer in a layer's place": (MIX, lambda r: r.model.__setitem__(1, nn.Tanh())),
     "another class": (MIX, lambda r: setattr(r.model[1], "__class__", nn.Tanh)),
     "another group": (MIX, lambda r: r.optimiser.add_param_group({"params": [nn.Parameter(torch.ones(2))]})),
 }
