@@ -104,6 +104,8 @@ def hiding(closure: Any, guarded: Iterable[Guarded]) -> Any:
 
     Any other argument of a step as it is.
     """
+    if not callable(closure):
+        return closure
     found = [(g, ~_elements(g.mask, g, g.block)) for g in guarded if g.mask is not None and g.clear and g.policy == "freeze"]
 
     def hidden(*args: Any, **kwargs: Any) -> Any:
@@ -116,7 +118,7 @@ def hiding(closure: Any, guarded: Iterable[Guarded]) -> Any:
                 _hide_gradient(g, out)
         return made
 
-    return hidden if found and callable(closure) else closure
+    return hidden if found else closure
 
 
 @torch.no_grad()
