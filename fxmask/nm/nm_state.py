@@ -12,6 +12,7 @@ from ..kernels.errors import StateError, message
 from ..passes.finding.weights import peek_weight
 from ..passes.settings.nm_mask import NMMask
 from ..passes.settings.options import agreed
+from ..passes.state.tensors import has_values
 from .nm_attributes import LOGITS, MASK, ORDER, is_order, write_tau
 from .nm_layers import NMLayer, nm_layers
 
@@ -41,7 +42,7 @@ def _order_fits(m: NMLayer, order: object) -> bool:
     if m._fxmask_nm.mode != "permuted" and not m._fxmask_nm.permute:
         return order is None
     weight = peek_weight(m)
-    return is_order(order, weight.numel() // len(weight))
+    return isinstance(order, Tensor) and has_values(order) and is_order(order, weight.numel() // len(weight))
 
 
 @torch.inference_mode(False)
@@ -62,17 +63,18 @@ def load_nm_state(model: nn.Module, saved: Any) -> None:
             raise StateError(message(f"the state was saved with other settings: expected {config}, got {entry['settings']}.", name, fix))
         if set(entry) != keys or type(entry.get("step", 0)) is not int or entry.get("step", 0) < 0 or type(entry.get("counted", True)) is not bool:
             raise StateError(message("the state of this N:M mask was changed since it was saved.", name, fix))
-        wanted = entry["frozen"] or m._fxmask_nm.mode == "permuted"
-        mask = entry["mask"]
-        if wanted != isinstance(mask, Tensor) or (isinstance(mask, Tensor) and (mask.dtype != torch.bool or tuple(mask.shape) != shape)):
-            raise StateError(message(f"the saved mask does not fit: expected {f'bool {shape}' if wanted else None}.", name, fix))
+        wanted, mask = entry["frozen"] or m._fxmask_nm.mode == "permuted", entry["mask"]
+        fits = isinstance(mask, Tensor) and has_values(mask) and mask.dtype == torch.bool and tuple(mask.shape) == shape
+        if not (fits if wanted else mask is None):
+            raise StateError(message(f"the saved mask does not fit: expected {f'bool {shape}, with values' if wanted else None}.", name, fix))
         if not _order_fits(m, entry["permutation"]):
             raise StateError(message("the saved permutation does not fit: expected one of the weight's columns, where the mask has one.", name, fix))
     for name, m in ours.items():
         entry, device = saved[name], peek_weight(m).device
         for key, leaf in (("mask", MASK), ("permutation", ORDER)):
             setattr(m, leaf, None if entry[key] is None else entry[key].to(device).clone())
-        m._fxmask_nm_frozen, m._fxmask_nm_lost, m._fxmask_nm_own = entry["frozen"], False, False
+        m._fxmask_nm_frozen, m._fxmask_nm_own = entry["frozen"], False
+        m._fxmask_nm_lost = device.type == "meta" and (m.nm_mask is not None or m.nm_permutation is not None)  # there they have no values
         m._fxmask_nm_step, m._fxmask_nm_counted = entry.get("step", 0), entry.get("counted", False)
         write_tau(m)
         logits = m._parameters.get(LOGITS)

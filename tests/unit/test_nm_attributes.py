@@ -76,6 +76,33 @@ def test_emptied_and_loaded_again(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_frozen_mask_that_is_loaded_on_meta_is_lost_there(mode, assign):
+    """It was all False once the weights came, and the layer's output its bias."""
+    x, model = torch.randn(2, 4, 4, 4), fxmask.apply(net(), NMMask(**MODES[mode])).eval()
+    loaded = copy.deepcopy(model).to("meta")
+    fxmask.freeze(model)
+    fxmask.load_state_dict(loaded, fxmask.state_dict(model))
+    (loaded if assign else loaded.to_empty(device="cpu")).load_state_dict(model.state_dict(), assign=assign)
+    with pytest.raises(fxmask.FxMaskError, match="lost on the meta device"):
+        loaded(x)
+    fxmask.load_state_dict(loaded, fxmask.state_dict(model))
+    assert torch.equal(loaded(x), model(x))
+
+
+@pytest.mark.parametrize("key", ["mask", "permutation"])
+def test_a_saved_mask_without_values_is_refused_before_anything_changes(key):
+    model = fxmask.apply(net(), NMMask(mode="permuted"))
+    state, before = fxmask.state_dict(model), {n: t.clone() for n, t in fxmask.masks(model).items()}
+    last = state["nm"]["3"]
+    last[key] = last[key].to("meta")
+    state["nm"]["0"]["mask"].fill_(False)
+    with pytest.raises(fxmask.FxMaskError, match=f"the saved {key} does not fit: expected (.|\\n)*where: 3"):
+        fxmask.load_state_dict(model, state)
+    assert all(torch.equal(m, before[n]) for n, m in fxmask.masks(model).items())
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_emptied_and_loaded_by_assignment(mode):
     """Weights come from another device, and with them an order of columns; the attributes follow, as they do when the model moves."""
     x, model = torch.randn(2, 4, 4, 4), fxmask.apply(net(), NMMask(**MODES[mode])).eval()
