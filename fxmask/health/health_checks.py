@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..passes.state.tensors import has_values
+
 
 def fits(saved: Any, grids: dict[str, set[tuple[int, int]]]) -> bool:
     """Whether it is what `state_dict` returns of these weights, each of one of these numbers of blocks."""
@@ -21,7 +23,7 @@ def _entry_fits(e: dict[str, Any], activity: Any, grids: set[tuple[int, int]]) -
     block, tensors = e.get("block", (1, 1)), (e.get("mask"), e.get("age"), activity)  # one of earlier logs names no block
     if not isinstance(block, (list, tuple)) or len(block) != 2 or not _counts(e.get("flips"), e.get("quiet"), e.get("since", 1), *block):
         return False
-    held = [(t.dtype, t.layout, tuple(t.shape)) for t in tensors if isinstance(t, Tensor)]
+    held = [(t.dtype, t.layout, tuple(t.shape)) for t in tensors if isinstance(t, Tensor) and has_values(t)]
     return any(held == [(kind, torch.strided, grid) for kind in (torch.bool, torch.int64, torch.int64)] for grid in grids)
 
 

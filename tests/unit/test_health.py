@@ -252,6 +252,8 @@ def test_wrong_use():
         lambda s: s.update(activity={}),
         lambda s: s.update(last=[]),
         lambda s: s["last"].update({"0.weight": 3}),
+        lambda s: s["last"]["0.weight"].update(mask=s["last"]["0.weight"]["mask"].to("meta")),
+        lambda s: s["activity"].update({"0.weight": s["activity"]["0.weight"].to("meta")}),
         lambda s: s["last"]["0.weight"].update(mask=None),
         lambda s: s["last"]["0.weight"].update(flips=None),
         lambda s: s["last"]["0.weight"].update(age=torch.zeros(3, 4)),
