@@ -35,6 +35,7 @@ BYTES = {
     "a slice into a slice": (lambda x: x[:, :10].copy_(x[:, 10:20]), (X,), 2 * 5 * 10 * F32),
     "a slice onto a slice": (lambda x: x[:, :10].add_(x[:, 10:20]), (X,), 3 * 5 * 10 * F32),
     "x x^T": (lambda x: x @ x.t(), (X,), (5 * 64 + 5 * 5) * F32),
+    "windows multiplied": (lambda x, w: x[0].unfold(0, 4, 1) @ w, (X, torch.randn(4, 8)), (64 + 4 * 8 + 61 * 8) * F32),
     "two halves of x": (lambda x: x[:, :32] @ x[:, 32:].t(), (X,), (5 * 64 + 5 * 5) * F32),
     "rows put": (lambda t, v, i: t.index_put_((i,), v), (TABLE, ROWS, INDEX), 24 + 2 * ROWS.numel() * F32),
     "rows added": (lambda t, v, i: t.index_put_((i,), v, accumulate=True), (TABLE, ROWS, INDEX), 24 + 3 * ROWS.numel() * F32),

@@ -9,6 +9,7 @@ from torch import nn
 import fxmask
 from fxmask.analysis import devices
 from fxmask.kernels import dense_cost, layer_cost
+from fxmask.kernels.cost import Cost
 from fxmask.kernels.triton.tiles import best_tile
 
 
@@ -246,6 +247,10 @@ def test_rows_that_no_descriptor_can_name_are_counted_in_the_tile_without_one():
     tiles = [best_tile(torch.float16, block, True, (8192, 4100, 4096), tma=tma) for tma in (False, True)]
     plain, by_tma = (layer_cost.by_lists("dx", 8192, shape, mask, block, torch.float16, tile=tile) for tile in tiles)
     assert layer_cost.by_lists("dx", 8192, shape, mask, block, torch.float16) == plain != by_tma
+
+
+def test_operands_that_get_one_name_are_added_up():
+    assert Cost(reads={"x": 1, "w": 2, "y": 4}).renamed({"x": "dy", "w": "dy"}).reads == {"dy": 3, "y": 4}
 
 
 def test_a_product_without_a_result_depends_on_no_byte():

@@ -75,3 +75,13 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(unseen, monkeypatc
             pytest.fail("the child hangs")
         time.sleep(0.01)
     assert found[1] == 0
+
+
+def test_a_forked_process_ends_no_threads_which_it_has_on_record_alone(monkeypatch):
+    ended = []
+    monkeypatch.setattr(openmp, "_pauses", lambda: (ended.append,))
+    monkeypatch.setattr(openmp, "_others", lambda: True)
+    openmp.dismiss()
+    monkeypatch.setattr(openmp, "_forked", True)
+    openmp.dismiss()
+    assert ended == [openmp.SOFT]

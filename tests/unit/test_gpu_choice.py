@@ -140,6 +140,14 @@ def test_where_triton_does_not_run_auto_stays_masked_dense(monkeypatch):
     assert not gpu_choice.takes(torch.device("cpu"), WIDE, BLOCK)  # one warning
 
 
+def test_kernels_run_from_compute_capability_8_on(monkeypatch):
+    monkeypatch.setattr(availability, "triton_ops", lambda: SimpleNamespace(block_index=lambda *_: None))
+    for found, runs in ((None, False), ((7, 5), False), ((8, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(availability, "capability", lambda device, found=found: found)
+        monkeypatch.setattr(availability, "_TRIED", {})
+        assert availability.kernels_run(torch.device("cpu")) == runs, found
+
+
 @pytest.fixture
 def tries(monkeypatch):
     """What a first launch on a device of compute capability 9 is given; kernels stand there that refuse what no kernel can read, and once have no memory."""
