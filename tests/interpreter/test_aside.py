@@ -14,6 +14,7 @@ from fxmask.kernels.bits import bits_as
 from fxmask.kernels.grid import expand_mask, grid_shape, kept_elements
 from fxmask.kernels.triton import aside
 from fxmask.kernels.triton.device import LAUNCHES
+from fxmask.passes.stepping import set_aside
 
 SHAPES = [(40, 130), (17, 300), (64, 64), (5, 7), (1, 1)]
 BLOCKS = [(16, 16), (64, 32), (3, 5), (1, 1), (128, 128)]
@@ -309,3 +310,10 @@ def test_tied_and_convolutional_weights():
     runs = [trained(impl, "adamw", tied, refresh=2) for impl in ("triton", "reference")]
     assert same(runs[0][0].state_dict(), runs[1][0].state_dict()) and same(runs[0][1].state_dict(), runs[1][1].state_dict())
     assert runs[0][2] == 8
+
+
+def test_pieces_are_as_long_as_they_may_be_and_never_empty(monkeypatch):
+    """A tensor that is longer has a piece of its own."""
+    monkeypatch.setattr(set_aside, "PIECE", 5)
+    members = [(None, None, torch.empty(n)) for n in (10, 3, 3, 2)]
+    assert [[t.numel() for *_, t in piece] for piece in set_aside._pieces(members)] == [[10], [3], [3, 2]]

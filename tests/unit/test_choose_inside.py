@@ -125,3 +125,10 @@ def test_a_call_that_is_named_as_another_layer_has_the_reason_of_its_own():
     for form, prefix in ((gm, ""), (nn.Sequential(gm), "0.")):
         reasons = {r["name"]: r["reason"] for r in fxmask.explain(form).rows}
         assert reasons == {f"{prefix}first": "in exclude", f"{prefix}linear": "default exclusion: min(out, in) = 8 < 16"}
+
+
+def test_names_of_other_letters_are_other_names():
+    model = nn.Sequential()
+    for name in ("Fc1", "fc1"):
+        model.add_module(name, nn.Linear(64, 64))
+    assert masked(fxmask.apply(model, ratio=0.5, include="fc*")) == ["fc1"]
