@@ -31,6 +31,9 @@ def nobody_counts(site: Site, weight: Tensor) -> None:
         fix += " A guard counts what its optimiser holds and what rests: a weight that nobody is to train, as beneath a new head, wants"
         fix += " requires_grad_(False) before that; one that its optimiser was given after that wants fxmask.step(model, 0), once."
         fix += " A run that is resumed takes up its steps by fxmask.load_state_dict first."
+        if not (torch.is_grad_enabled() and weight.requires_grad):  # step(model, 0) alone would leave it at its first ratio
+            fix += " A copy that nobody trains (a target, an average, a momentum teacher) takes the run's, after each step of the run:"
+            fix += " fxmask.load_state_dict(copy, fxmask.state_dict(model)), then fxmask.step(copy, 0)."
         what = "start, schedule, refresh > 1, hysteresis, phases, regrow, gain, backward='rigl' and criteria of gradients, momenta or averages count optimiser"
         what += " steps: expected a step source before training, got none."
         raise StateError(message(what, site._fxmask_name, fix))

@@ -259,3 +259,25 @@ def test_layers_that_two_optimisers_have_stepped_unlike_have_a_ratio_each_after_
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     ratios = [1 - m.float().mean().item() for m in ours.values()]
     assert max(ratios) > 2 * min(ratios) > 0
+
+
+@pytest.mark.parametrize("rest", [False, True], ids=["no-grad", "frozen"])
+def test_a_target_network_in_training_mode_is_told_how_to_follow(rest):
+    model = masked(schedule=CUBIC)
+    target, optimiser = copy.deepcopy(model).requires_grad_(not rest), optim.SGD(model.parameters(), lr=0.1)
+    fxmask.guard(optimiser, model)
+    x = torch.randn(8, 64)
+    told = re.escape("fxmask.load_state_dict(copy, fxmask.state_dict(model)), then fxmask.step(copy, 0)")
+    with torch.set_grad_enabled(rest), pytest.raises(StateError, match=told):
+        target(x)
+    for _ in range(12):
+        fxmask.load_state_dict(target, fxmask.state_dict(model))
+        fxmask.step(target, 0)
+        with torch.no_grad():
+            wanted = target(x)
+        optimiser.zero_grad()
+        (model(x) - wanted - 1).square().mean().backward()
+        optimiser.step()
+        torch._foreach_lerp_([p.data for p in target.parameters()], [p.data for p in model.parameters()], 0.1)
+    kept = [[int(m.sum()) for m in fxmask.masks(m).values()] for m in (target, model)]
+    assert kept[0] == kept[1] and kept[0][0] < 24
