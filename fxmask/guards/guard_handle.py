@@ -51,13 +51,13 @@ class GuardHandle:
         self.optimizer, self.steps = weakref.ref(optimizer), 0
         self._ids = ids_of(optimizer)
         self._ahead = set[int]()  # ids of sites for which another guard has counted this step already
+        self._noticed.begin(optimizer, self._guarded)  # before the hooks: a filter may make its warning an error
         # here, and no decorators: those would import the compiler with this module, which takes seconds; a first optimiser imports it by itself
         before, after = (torch.compiler.disable(hook, reason=_COMPILED) for hook in (self._before, self._after))
         before.fxmask_guard = self
         self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
         # whoever looks after a step, as an average of weights may, sees them as they stay
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
-        self._noticed.begin(optimizer, self._guarded)
         self._take(optimizer, self._guarded, self._followed)
         other_steps.watch(self)
 

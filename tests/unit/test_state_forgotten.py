@@ -229,6 +229,19 @@ def test_a_state_that_comes_after_the_guard_is_in_time(options):
     steps(model, optimiser, 1)  # any warning is an error
 
 
+def test_a_warning_made_an_error_leaves_no_guard():
+    model = mlp()
+    optimiser = optim.AdamW(model.parameters())
+    steps(model, optimiser, 1)
+    fxmask.apply(model, ratio=0.6, refresh=2)
+    with pytest.raises(fxmask.FxMaskWarning, match=LOST):
+        fxmask.guard(optimiser, model)
+    assert not optimiser._optimizer_step_pre_hooks and not optimiser._optimizer_step_post_hooks
+    fxmask.step(model, 0)
+    fxmask.guard(optimiser, model)
+    steps(model, optimiser, 1)
+
+
 def test_masks_for_good_that_no_load_of_weights_has_moved_are_none_that_were_lost():
     """One shot in the middle of a training; and masks of the user's, which no weights move."""
     model = mlp()
