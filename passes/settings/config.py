@@ -116,7 +116,7 @@ class WeightMask(Options):
                 raise ConfigError(f"schedule={self.schedule!r} needs a length: expected fxmask.Schedule({self.schedule!r}, steps=...).")
             object.__setattr__(self, "schedule", None)
         if self.schedule is not None and not isinstance(self.schedule, (Schedule, Feedback)):
-            own = "; a ramp of your own is a class made from fxmask.Schedule with another ratio_at" if callable(self.schedule) else ""
+            own = "; a ramp of your own is an object of a class made from fxmask.Schedule, with another ratio_at" if callable(self.schedule) else ""
             raise ConfigError(f"schedule: expected None or a fxmask.Schedule (or fxmask.Feedback), got {self.schedule!r}{own}.")
         if self.refresh == 0 and self.schedule is not None and self.schedule.moves:
             what = "refresh=0 builds the mask once, and a schedule wants it to move: expected refresh of at least 1 with a schedule"

@@ -76,7 +76,7 @@ class Schedule:
     @property
     def moves(self) -> bool:
         """Whether the ratio depends on the step."""
-        return self.kind != "constant"
+        return self.kind != "constant" or type(self).ratio_at is not Schedule.ratio_at  # a class of a user's own
 
     def ratio_at(self, step: int, target: float) -> float:
         """The ratio `step` steps after the start, in [0, 1); exactly `initial` through the warm-up, exactly `target` from `steps - cooldown` on.
@@ -88,7 +88,7 @@ class Schedule:
         except ConfigError as e:
             raise ConfigError(f"a schedule cannot end at a ratio of {target!r}, where nothing is kept; {e}") from None
         done = step - self.warmup
-        if not self.moves or done >= self.ramp:
+        if self.kind == "constant" or done >= self.ramp:
             return target
         if self.kind == "cyclic":  # in integers, so that every cycle has the same bits
             done = max(done, 0) * self.cycles % self.ramp

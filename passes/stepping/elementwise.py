@@ -22,7 +22,7 @@ ELEMENTWISE = (
 
 
 def _is_muon(optimizer: Optimizer) -> bool:
-    """Whether it is torch.optim's, or by its name somebody else's: timm's, Keller Jordan's. All call the momentum `momentum_buffer`."""
+    """Whether it is torch.optim's, or by its name somebody else's: timm's, Keller Jordan's, whose momentum has the same name."""
     return any("muon" in c.__name__.lower() for c in type(optimizer).__mro__)
 
 

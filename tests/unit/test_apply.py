@@ -255,7 +255,7 @@ WRONG = [
     (mlp, dict(start=1.5), ConfigError, "start counts optimiser steps"),
     (mlp, dict(schedule="cubic"), ConfigError, "expected fxmask.Schedule('cubic', steps=...)"),
     (mlp, dict(schedule=3), ConfigError, "schedule: expected None or a fxmask.Schedule"),
-    (mlp, dict(schedule=abs), ConfigError, "a ramp of your own is a class made from fxmask.Schedule with another ratio_at"),
+    (mlp, dict(schedule=abs), ConfigError, "a ramp of your own is an object of a class made from fxmask.Schedule"),
     (mlp, dict(seed="a"), ConfigError, "seed: expected an int"),
     (mlp, dict(ration=0.1), ConfigError, "unknown option in fxmask.apply, besides include, exclude, overrides, allocation, layers, masks and scores: expected"),
     (mlp, dict(average=2), ConfigError, "average: expected"),

@@ -321,9 +321,12 @@ class Stairs(fxmask.Schedule):
 
 
 @FORMS
-def test_a_ramp_of_ones_own(form):
-    schedule = Stairs(steps=4)
+@pytest.mark.parametrize("kind", ["cubic", "constant"])
+def test_a_ramp_of_ones_own(form, kind):
+    schedule = Stairs(kind, steps=4)
     model = masked(form, schedule=schedule)
+    with pytest.raises(StateError, match="expected a step source before training"):
+        model(torch.randn(2, 64))
     for step in range(6):
         fxmask.step(model, 1 if step else 0)
         assert kept(model) == [keep_count(24, (0, 0, 0.25, 0.25, 0.5, 0.5)[step])] * 2
