@@ -356,6 +356,19 @@ def test_opcheck_of_the_triton_form():
     torch.library.opcheck(ops.masked_linear, (x.requires_grad_(), w.requires_grad_(), b.requires_grad_(), mask, 16, 16, "masked", None, "triton"))
 
 
+@pytest.mark.parametrize("flag", [False, True], ids=["kept blocks", "all blocks"])
+def test_the_derivative_of_dw_goes_by_the_blocks_that_are_wanted(flag):
+    """Where `rigl` wants all of them the lists of the mask name too few."""
+    x, w, _, gy, mask = make((40, 64, 48), (16, 16), 0.6, torch.float32)
+    found = []
+    for impl, lists in (("triton", ops.strip_lists(mask, 16, 16, "triton")), ("reference", None)):
+        of = gy.clone().requires_grad_(), x.clone().requires_grad_()
+        dw = ops.masked_linear_dw(*of, mask, 16, 16, "rigl", torch.tensor(flag), impl, lists)
+        found.append(torch.autograd.grad(dw, of, w))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
 def test_unsupported_dtypes_raise(dtype):
     x = torch.ones(2, 16, dtype=dtype)
