@@ -357,14 +357,14 @@ def test_opcheck_of_the_triton_form():
 
 
 @pytest.mark.parametrize("flag", [False, True], ids=["kept blocks", "all blocks"])
-def test_the_derivative_of_dw_goes_by_the_blocks_that_are_wanted(flag):
+def test_dw_and_its_derivative_go_by_the_blocks_that_are_wanted(flag):
     """Where `rigl` wants all of them the lists of the mask name too few."""
     x, w, _, gy, mask = make((40, 64, 48), (16, 16), 0.6, torch.float32)
     found = []
     for impl, lists in (("triton", ops.strip_lists(mask, 16, 16, "triton")), ("reference", None)):
         of = gy.clone().requires_grad_(), x.clone().requires_grad_()
         dw = ops.masked_linear_dw(*of, mask, 16, 16, "rigl", torch.tensor(flag), impl, lists)
-        found.append(torch.autograd.grad(dw, of, w))
+        found.append((dw, *torch.autograd.grad(dw, of, w)))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 

@@ -192,13 +192,14 @@ def test_autograd(dtype, masks):
         assert (triton["0.weight"] != 0).all()
 
 
+@pytest.mark.parametrize("width", [64, 128], ids=["in strips of the lists", "in others"])
 @pytest.mark.parametrize("flag", [False, True])
-def test_a_dense_step_of_rigl_uses_no_lists_of_the_mask(flag):
+def test_a_dense_step_of_rigl_uses_no_lists_of_the_mask(flag, width):
     """The lists that the forward has are the mask's; where dW is wanted dense, they would leave blocks out."""
     torch.manual_seed(0)
     x, w, gy, mask = torch.randn(1, 9, 128), torch.randn(64, 128, requires_grad=True), torch.randn(1, 9, 64), torch.tensor([[True, False], [False, True]])
     lists = prune_launch.refresh.strip_lists(mask, (32, 64))
-    values, index = prune.compress(x, 128, 4, False)
+    values, index = prune.compress(x, width, 512 // width, False)
     y = prune_ops.pruned_linear(x, w, None, values, index, False, mask, 32, 64, "rigl", torch.tensor(flag), "triton", lists, "triton")
     y.backward(gy)
     wanted = torch.ones_like(mask) if flag else mask
