@@ -58,9 +58,9 @@ class Use:
     gradient: weakref.ref[Tensor] | None = None  # at that step, and its version: several hooks may see one step, and several steps one gradient
     version: int = 0
 
-    def runs(self, done: Done, trains: bool) -> None:
-        """A graph runs that does this to the weight."""
-        self.calls += done.changes and trains
+    def runs(self, done: Done, counts: bool) -> None:
+        """A graph runs that does this to the weight; `counts`: it masks it, with gradients on."""
+        self.calls += counts
         self.done = done
 
 
@@ -96,16 +96,16 @@ def watch(compiled: Callable[..., Any], found: list[tuple[str, Tensor, Done]], i
         nonlocal warns
         trains = torch.is_grad_enabled()  # an evaluation between two steps says nothing of what trains
         for use, done in fixed:
-            use.runs(done, trains)
+            use.runs(done, done.changes and trains)
         for m in met:
-            w, last = args[m.place], m.last()
+            w, last, changes = args[m.place], m.last(), m.done.changes
             other = last is not w
             if other and isinstance(w, FakeTensor):  # DDP's splitting of a graph asks a part what it would give
                 return compiled(*args)
             new = other and w not in uses  # looked up only then, as a lookup costs microseconds
-            if new and m.done.changes:
+            if new and changes:
                 mark_again()
-            if m.done.changes and decided_by_apply(w):
+            if changes and decided_by_apply(w):
                 raise _decided(m.name)
             if new and warns and last is not None and m.done.is_random and not m.done.told:  # no new weight of the same layer
                 warns = False
@@ -113,7 +113,7 @@ def watch(compiled: Callable[..., Any], found: list[tuple[str, Tensor, Done]], i
             if other:
                 m.use = _use(f"{m.name} (of another layer, which shares its graph)", w, m.done)
                 m.last = weakref.ref(w)
-            m.use.runs(m.done, trains)
+            m.use.runs(m.done, changes and trains)
         if note is not None:
             note(args)
         return compiled(*args)

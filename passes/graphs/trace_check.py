@@ -43,8 +43,9 @@ def _frozen(node: Node) -> str:
     target: Any = node.target
     p, training = _switches(node)
     if training is not None:
-        stays = not isinstance(training, bool) or p == 0 or (target in _BATCH_NORMS and not training)
-        return "" if stays else f"as in {'train' if training else 'eval'}"
+        follows = not isinstance(training, bool)
+        does_nothing = p == 0 or (target in _BATCH_NORMS and not training)
+        return "" if follows or does_nothing else f"as in {'train' if training else 'eval'}"
     if target in _ATTENTION:
         return "drops always" if _argument(node, 4, "dropout_p", 0.0) != 0 else ""
     seeded = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
