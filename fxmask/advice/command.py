@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis import models
+from ..analysis.devices import is_here
 from ..errors import ConfigError
 from ..report import FORMATS
 from .advise import advise
@@ -41,7 +42,7 @@ def main(a: argparse.Namespace) -> int:
         device = torch.device(a.device)
     except RuntimeError as e:
         raise ConfigError(f"--device: expected cpu or cuda, got {a.device!r}: {str(e).splitlines()[0]}") from None
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not is_here(device.index)):
         raise ConfigError(f"--device: expected a device that is here, cpu or cuda, got {a.device!r}.")
     if a.threads is not None:
         if a.threads < 1:

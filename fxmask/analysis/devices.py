@@ -106,6 +106,11 @@ CUDA_NAMES = {
 _OWN = "for another device pass a fxmask.analysis.devices.Device with its figures."
 
 
+def is_here(index: int | None = None) -> bool:
+    """Whether PyTorch can use a CUDA device of this number, the current one by default. A GPU whose driver is too old for this PyTorch is counted, too."""
+    return torch.cuda.is_available() and (index or 0) < torch.cuda.device_count()
+
+
 def of_machine(index: int | None = None) -> Device | None:
     """The table's entry of a CUDA device of this machine, the current one by default; None without CUDA, or where the table does not have it."""
     if not torch.cuda.is_available():
@@ -128,7 +133,7 @@ def device(which: str | Device | torch.device) -> Device:
     known = f"expected one of {', '.join(DEVICES)}, or cpu"
     if re.fullmatch(r"cuda(:\d+)?", name):
         index = torch.device(name).index
-        if not torch.cuda.is_available() or (index or 0) >= torch.cuda.device_count():
+        if not is_here(index):
             raise ConfigError(f"no such device here: {known}, got {name!r}, and this process sees {torch.cuda.device_count()} CUDA devices.")
         if found := of_machine(index):
             return found

@@ -23,6 +23,7 @@ import torch
 from ..bench import provenance
 from ..errors import ConfigError, UnsupportedError
 from ..kernels.errors import message
+from .devices import is_here
 from .nvml import PERIOD_S, Gpu, Window, watch
 
 AVERAGE_S = 1.0  # what NVML averages power over
@@ -140,7 +141,7 @@ def measure_energy(
         raise ConfigError(f"measure_energy: expected positive seconds, idle_s and samples, got seconds={seconds}, idle_s={idle_s}, samples={samples}.")
     where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
     fix = "measure on a machine with an NVIDIA GPU and nvidia-ml-py; without one the report has no energy."
-    if where.type != "cuda" or (where.index or 0) >= torch.cuda.device_count():
+    if where.type != "cuda" or not is_here(where.index):
         raise UnsupportedError(message(f"measure_energy: energy is read from an NVIDIA GPU: expected a CUDA device that is here, got {str(where)!r}.", fix=fix))
     if (api := provenance.nvml()) is None:
         raise UnsupportedError(message("measure_energy: energy is read through NVML: expected nvidia-ml-py and a driver that answers, got none.", fix=fix))

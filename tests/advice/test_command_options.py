@@ -56,8 +56,10 @@ def test_what_was_given_reaches_advise(monkeypatch, capsys):
     assert found["autocast"] and "ratios" not in found and found["blocks"] is None
 
 
-def test_a_gpu_that_is_not_here_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+@pytest.mark.parametrize(("usable", "name"), [(True, "cuda:3"), (False, "cuda"), (False, "cuda:0")])
+def test_a_gpu_that_is_not_here_is_told(monkeypatch, capsys, usable, name):
+    """A GPU whose driver is too old for this PyTorch is counted, and cannot be used."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert cli.main(["advise", "torch.nn:Flatten", "--device", "cuda:3", "--input", "8x64"]) == 2
-    assert "--device: expected a device that is here, cpu or cuda, got 'cuda:3'" in capsys.readouterr().err
+    assert cli.main(["advise", "torch.nn:Flatten", "--device", name, "--input", "8x64"]) == 2
+    assert f"--device: expected a device that is here, cpu or cuda, got {name!r}" in capsys.readouterr().err

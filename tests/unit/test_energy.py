@@ -182,9 +182,13 @@ def test_the_integral():
     assert integral(samples[:1], 0, 3) == pytest.approx(300)
 
 
-@pytest.mark.parametrize(("count", "asked"), [(0, ((None, "cuda"), (1, "cuda:1"), ("cpu", "cpu"))), (1, ((1, "cuda:1"), ("cuda:3", "cuda:3")))])
-def test_without_that_gpu(monkeypatch, count, asked):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(count))
+WITHOUT = ((None, "cuda"), (1, "cuda:1"), ("cpu", "cpu"))
+
+
+@pytest.mark.parametrize(("usable", "count", "asked"), [(False, 0, WITHOUT), (False, 2, WITHOUT), (True, 1, ((1, "cuda:1"), ("cuda:3", "cuda:3")))])
+def test_without_that_gpu(monkeypatch, usable, count, asked):
+    """A GPU whose driver is too old for this PyTorch is counted, and cannot be used."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     for device, named in asked:
         with pytest.raises(UnsupportedError, match=f"expected a CUDA device that is here, got '{named}'.\n  fix: .* the report has no energy"):
@@ -192,6 +196,7 @@ def test_without_that_gpu(monkeypatch, count, asked):
 
 
 def test_without_nvml(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(provenance, "nvml", lambda: None)
     with pytest.raises(UnsupportedError, match="expected nvidia-ml-py and a driver that answers, got none"):
@@ -227,6 +232,7 @@ def test_it_is_the_gpu_that_torch_means(monkeypatch):
     board = Board()
     monkeypatch.setattr(provenance, "nvml", lambda: board)
     monkeypatch.setattr(provenance, "nvml_handle", lambda nvml, index: "handle" if index == 2 else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: board.synchronize())
