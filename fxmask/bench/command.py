@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,10 +70,12 @@ def one_by_one(a: argparse.Namespace, dtype: str) -> int:
         return 0
     run = Run(check_device(a.device), a.out, a.time_limit, a.sample_s)
     run_cells(run, cells)
-    rows = _shown(a, run.table, run.shared, "crossover.png")
+    rows = _shown(run.table, run.shared)
     refused = [r for r in rows if r["gate"] == "fail"]
     for r in refused:
         print(f"gate: {r['provider']} {r['op']} {r['M']}x{r['K']}->{r['N']} b{r['block_n']} r{r['ratio']} failed ({r['verdict']})")
+    if a.plot:
+        _drawn(rows, a.out / "crossover.png")
     return 1 if any(r["provider"] not in ANCHORS for r in refused) else 0
 
 
@@ -138,13 +141,15 @@ def _numbers(given: str, option: str, kind: type, low: float, high: float) -> tu
     return found
 
 
-def _shown(a: argparse.Namespace, table: Table, shared: Row, picture: str) -> list[Row]:
-    """Say who wins from where on, and draw it where that is asked for. A csv may hold rows of other sources, machines or numbers of threads, too."""
+def _shown(table: Table, shared: Row) -> list[Row]:
+    """Say who wins from where on. A csv may hold rows of other sources, machines or numbers of threads, too."""
     rows = [r for r in table.rows if all(r[c] == shared[c] for c in MACHINE)]
     print("\n".join(crossover_lines(rows)))
-    if a.plot:
-        print(f"wrote {plot(rows, a.out / picture).name}" if crossovers(rows) else "nothing to plot yet")
     return rows
+
+
+def _drawn(rows: list[Row], path: Path) -> None:
+    print(f"wrote {plot(rows, path).name}" if crossovers(rows) else "nothing to plot yet")
 
 
 def in_turns(a: argparse.Namespace, dtype: str) -> int:
@@ -162,7 +167,9 @@ def in_turns(a: argparse.Namespace, dtype: str) -> int:
         print("\n".join(c.group for c in chosen))
         return 0
     table = interleaved.run(chosen, a.out, a.sample_s, a.time_limit, names(a.providers) or contenders.CONTENDERS)
-    rows = _shown(a, table, provenance(torch.device("cpu")), f"cpu-{torch.get_num_threads()}-threads.png")
+    rows = _shown(table, provenance(torch.device("cpu")))
+    if a.plot:
+        _drawn(rows, a.out / f"cpu-{torch.get_num_threads()}-threads.png")
     return 1 if any(r["gate"] == "fail" for r in rows) else 0
 
 

@@ -183,6 +183,17 @@ def test_time_limit(tmp_path):
     assert len(table.read(tmp_path / CSV)) == len(chosen) - left
 
 
+def test_a_cell_that_fails_is_said_before_a_picture_that_cannot_be_written(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setitem(providers.REGISTRY, "fxmask_reference", lambda i: lambda: (torch.zeros(i.cell.M, i.cell.N),))
+    (tmp_path / "crossover.png").mkdir()
+    args = ["bench", "--device", "cpu", "--op-by-op", "--quick", "--shapes", TINY[0], "--cells", "forward/*/b64x64/r0.8/*", "--sample-s", "0"]
+    assert main([*args, "--plot", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "gate: fxmask_reference forward" in said.out and "Is a directory" in said.err
+
+
 def test_command_line(tmp_path, capsys):
     args = ["bench", "--device", "cpu", "--op-by-op", "--quick", "--shapes", TINY[0], "--cells", "forward/*/b128x128/*"]
     args += ["--out", str(tmp_path), "--sample-s", "0"]
