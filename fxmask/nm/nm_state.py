@@ -24,7 +24,9 @@ def nm_state(model: nn.Module) -> dict[str, dict[str, Any]]:
 
     def saved(m: NMLayer, name: str) -> Tensor | None:
         t: Tensor | None = getattr(m, name)
-        return None if t is None else t.detach().clone()
+        if t is None:
+            return None
+        return t.detach().to("meta") if m._fxmask_nm_lost else t.detach().clone()  # what was lost is saved without values, and no load takes it
 
     return {
         name: {

@@ -86,6 +86,10 @@ def test_a_frozen_mask_that_is_loaded_on_meta_is_lost_there(mode, assign):
     (loaded if assign else loaded.to_empty(device="cpu")).load_state_dict(model.state_dict(), assign=assign)
     with pytest.raises(fxmask.FxMaskError, match="lost on the meta device"):
         loaded(x)
+    other = copy.deepcopy(model)
+    with pytest.raises(fxmask.FxMaskError, match=r"the saved mask does not fit: expected bool .*, with values"):
+        fxmask.load_state_dict(other, fxmask.state_dict(loaded))
+    assert torch.equal(other(x), model(x))
     fxmask.load_state_dict(loaded, fxmask.state_dict(model))
     assert torch.equal(loaded(x), model(x))
 
