@@ -37,6 +37,7 @@ EQUAL = (
     ("32x32, AdamW", "b32-tokens-whole-taylor", "dense-adamw-lr0.01"),
     ("32x32, Muon", "b32-tokens-whole-muon", "dense-muon"),
     ("32x32, Muon with decay 0.1", MASK32, BEST),
+    ("32x32, Muon with decay 0.1, bfloat16, 100 epochs", f"{MASK32}-bf16@100", f"{BEST}-bf16@100"),
     ("32x32, both taught by a dense run of their width", f"{MASK32}-taught", f"{BEST}-taught"),
     ("32x32, both taught by a dense run of their width, 60 epochs", f"{MASK32}-bf16-taught@60", f"{BEST}-bf16-taught@60"),
 )
