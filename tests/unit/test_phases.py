@@ -63,6 +63,7 @@ def test_a_mask_that_is_alike_in_other_blocks_brings_elements_back():
         model[0].weight.copy_(torch.ones(32, 32))[:8, :8] = 3.0
     fxmask.apply(model, ratio=0.75, block=(16, 16), phases={1: dict(block=(24, 24))})
     optimiser, w = optim.SGD(model.parameters(), lr=0.0, momentum=0.9), model[0].weight
+    fxmask.step(model, 0)  # masks begin, under an optimiser with a momentum of before
     fxmask.guard(optimiser, model, returning="zero")
     optimiser.state[w]["momentum_buffer"] = torch.full_like(w, 7.0)
     before = fxmask.masks(model)["0.weight"]

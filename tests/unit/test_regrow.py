@@ -158,6 +158,7 @@ def test_elements_that_come_back_with_other_blocks_have_no_momenta(block, other)
     model = layer(block=block, phases={1: {"block": other}})
     old = expand_mask(mask_of(model), (SIDE, SIDE), block)
     optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    fxmask.step(model, 0)  # masks begin, under an optimiser with a momentum of before
     fxmask.guard(optimizer, model, returning="zero")
     optimizer.state[model[0].weight]["momentum_buffer"] = torch.ones(SIDE, SIDE)
     next(train(model, optimizer, 1))
