@@ -49,7 +49,7 @@ class Recorded(NamedTuple):
     graph: Any
     result: Any
     gradients: list[tuple[Tensor, Tensor | None]]
-    added: list[tuple[Tensor, Tensor]]  # gradients from before the step, to which it adds
+    added: list[tuple[Tensor, Tensor | None]]  # gradients from before the step, to which it adds; None where there was none
     notes: list[tuple[Guarded, Any]]  # the masks of before the step, where momenta of blocks that return are cleared
     layers: list[nn.Module]  # masked, pruned and N:M layers whose forwards ran
 
@@ -82,7 +82,7 @@ def _recorded(step: Callable[[], Any], graph: Any, before: _Before, name: str) -
         where = ", ".join(type(o).__name__ for o in before.optimizers)
         raise UnsupportedError(message(what, where, "use one with capturable=True, or go on without a graph."))
     after = [(p, p.grad) for p, _ in before.gradients]
-    added = [(p, grad) for p, grad in before.gradients if grad is p.grad and grad is not None]
+    added = [(p, grad) for p, grad in before.gradients if grad is None or grad is p.grad]
     return Recorded(graph, result, after, added, [(g, g.last) for h in before.handles for g in h._guarded], layers)
 
 

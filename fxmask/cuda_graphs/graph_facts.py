@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as every
 from torch.optim import Optimizer
 
 from ..decided import times_applied
@@ -17,6 +18,8 @@ from ..guards.guard_handle import GuardHandle
 from ..passes.state.site import Site
 
 SITE = tuple(f"_fxmask_{name}" for name in ("keep", "count", "dense", "mask", "lists", "score", "scale"))
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+OF_ALL = (every._global_forward_pre_hooks, every._global_forward_hooks, every._global_backward_pre_hooks, every._global_backward_hooks)
 LAYER = tuple(f"_fxmask_{name}" for name in ("pruning", "dropping", "nm", "nm_frozen"))
 
 
@@ -47,27 +50,35 @@ class Facts:
         return isinstance(value, Tensor) and value.device == self.device
 
     def tensors(self) -> list[Any]:
-        """What is compared by identity, children and hooks of modules among it; sites' masks and scalars are rewritten in place from now on."""
-        found: list[Any] = []
+        """What is compared by identity, children and hooks of modules among it, and where the optimisers' tensors lie; sites' masks and scalars are rewritten
+        in place from now on."""
+        found: list[Any] = [hook for hooks in OF_ALL for hook in (None, *hooks.values())]
         for o in self.optimizers:
+            found += (*o._optimizer_step_pre_hooks.values(), o, *o._optimizer_step_post_hooks.values())
             for state in o.state.values():
                 found += state.values()
         for group in self.groups:
             found += group["params"]
             found += [v for v in group.values() if isinstance(v, Tensor)]
+            for p in group["params"]:
+                if p._backward_hooks or p._post_accumulate_grad_hooks:
+                    found += (p, *(p._backward_hooks or {}).values(), None, *(p._post_accumulate_grad_hooks or {}).values())
         for m in self.modules:
+            found += (m, m.__dict__.get("forward"))  # which some libraries put in the place of the class's
             found += m._parameters.values()
             found += m._buffers.values()
             found += m._modules.values()  # one that is new has to be watched, too
-            found += m._forward_pre_hooks.values()
-            found += m._forward_hooks.values()
+            for kind in HOOKS:
+                if m.__dict__[kind]:
+                    found += (kind, *m.__dict__[kind].values())  # with its place: a hook that has moved elsewhere is another
             if isinstance(m, Site) and "_fxmask_keep" in m.__dict__:
                 if not m._fxmask_in_place:
                     m._fxmask_in_place = True
                 found += [m.__dict__[name] for name in SITE]
             elif "_fxmask_nm" in m.__dict__:
                 found += [v for v in m.__dict__.values() if isinstance(v, Tensor)]
-        return [t for t in found if not isinstance(t, (int, float))]
+        places = [t.data_ptr() for o in self.optimizers for state in o.state.values() for t in state.values() if isinstance(t, Tensor)]  # which .data moves
+        return [t for t in found if not isinstance(t, (int, float))] + places
 
     def decisions(self) -> dict[str, Hashable]:
         """What is compared by value, by what a warning calls it."""
@@ -76,13 +87,25 @@ class Facts:
         return {
             "numbers of the optimiser": numbers(self.groups, self),
             "where parameters lie, or whether they are trained": tuple((p.data_ptr(), p.requires_grad) for group in self.groups for p in group["params"]),
-            "where tensors of the modules lie": tuple(t.data_ptr() for m in modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None),
+            "where tensors of the modules lie, or whether they are trained": tuple(
+                (t.data_ptr(), t.requires_grad) for m in modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None
+            ),
             "classes of modules, or whether they train": tuple((m.__class__, m.training) for m in modules),
             "phases, modes or kernels of masks": tuple(_of_site(m) for m in modules if "_fxmask_keep" in m.__dict__),
             "how inputs are pruned or dropped, or N:M masks frozen": tuple(_of_layer(m) for m in modules if not m.__dict__.keys().isdisjoint(LAYER)),
             "models that are masked": 0 if modules else times_applied(),
             "autocast, or gradients": (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_grad_enabled()),
+            "PyTorch's settings": _settings(),
         }
+
+
+def _settings() -> Hashable:
+    """Of the process: by these PyTorch chooses kernels and dtypes."""
+    b = torch.backends
+    matmul, conv = b.cuda.matmul, b.cudnn.conv  # type: ignore[attr-defined]
+    products = matmul.fp32_precision, conv.fp32_precision, matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+    attention = b.cuda.flash_sdp_enabled(), b.cuda.mem_efficient_sdp_enabled(), b.cuda.math_sdp_enabled(), b.cuda.cudnn_sdp_enabled()
+    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), b.cudnn.deterministic, products, attention
 
 
 def _of_site(s: Any) -> Hashable:
@@ -95,7 +118,7 @@ def _of_layer(m: Any) -> Hashable:
 
 def numbers(groups: Iterable[dict[str, Any]], facts: Facts) -> str:
     """The optimisers' numbers that a graph would hold fixed."""
-    return repr([(k, _plain(v)) for group in groups for k, v in group.items() if k != "params" and not facts.lies(v)])
+    return repr([(k, len(v) if k == "params" else _plain(v)) for group in groups for k, v in group.items() if not facts.lies(v)])
 
 
 def host_values(facts: Facts) -> list[tuple[dict[Any, Any], Any, Any]]:

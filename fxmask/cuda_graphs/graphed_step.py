@@ -103,7 +103,7 @@ class Graphed(Generic[T]):
         if facts.handles != handles:
             return "its guards have changed"
         tensors = facts.tensors()
-        same = len(tensors) == len(self._tensors) and all(a is b for a, b in zip(tensors, self._tensors, strict=True))
+        same = len(tensors) == len(self._tensors) and all(a is b or (type(a) is int and a == b) for a, b in zip(tensors, self._tensors, strict=True))
         return "" if same else "tensors that the graph reads, modules or their hooks are others"
 
     def _as_it_is(self) -> T:
