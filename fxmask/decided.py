@@ -18,6 +18,7 @@ from .passes.state.weak_sets import alive
 _DECIDED = "_fxmask_decided"
 _layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _times_applied = 0
+_times_changed = 0
 
 
 class _Mark:
@@ -74,3 +75,14 @@ def left_by_apply(layer: nn.Module | None) -> bool:
 def times_applied() -> int:
     """How often `apply` has masked weights in this process: whoever guards some knows without a walk that there can be no others since."""
     return _times_applied
+
+
+def note_change() -> None:
+    """A model is changed, by `apply` or `restore`."""
+    global _times_changed
+    _times_changed += 1
+
+
+def times_changed() -> int:
+    """How often that was: in a graph, layers that were seen once may have others in their places, and know nothing of it."""
+    return _times_changed

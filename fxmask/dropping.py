@@ -21,7 +21,7 @@ from .passes.graphs.graph_calls import DROPPED
 from .passes.graphs.writes import Writes
 from .passes.infra import run_passes
 from .passes.settings.block_dropout import BlockDropout
-from .passes.state import ranks
+from .passes.state import noted, ranks
 from .swap import MaskedLinear, ran
 from .swapped import Swapped, look_at_asked, masked_class, note_asked, of_now, refuse_proxy
 
@@ -39,6 +39,7 @@ class DroppedLinear(Swapped):
         if not isinstance(self, DroppedLinear):
             return of_now(self, input)
         refuse_proxy(self, input, "a layer with block dropout", "BlockDropout")
+        noted.note(self)
         ran(self)
         look_at_asked(self)
         weight = raw_weight(self)

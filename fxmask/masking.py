@@ -11,7 +11,7 @@ from .allocating import allocated
 from .asked import AUTO, DEFAULT_BLOCK, DEFAULT_RATIO, FRO, MASKED, ONE, SEED, START, check_model, configs_of
 from .changing import mask, unmask
 from .compiler.backend_watch import forget, seen
-from .decided import forget_decided, mark_decided
+from .decided import forget_decided, mark_decided, note_change
 from .dense_warnings import warn_if_dense, warn_of_graphs, warn_of_outside, warn_of_reads, warn_of_regions
 from .dropping import DroppedLinear, any_dropped, undrop
 from .given import Given, refuse_given
@@ -102,6 +102,7 @@ def apply(
         what = f"layers={layers!r} with {type(other).__name__} alone, which is for inputs of Linears."
         raise ConfigError(message(what, "fxmask.apply", "leave layers out, or give a WeightMask, too."))
     check_model(model)
+    note_change()
     refuse_nm(model)
     if config is None or allocation is not None:
         refuse_given(masks, scores, "an allocation, which has ratios of its own" if config is not None else f"{type(other).__name__} alone")
@@ -170,6 +171,7 @@ def restore(model: M) -> M:
     if any(site._fxmask_is_dense for site in model.modules() if isinstance(site, Site)):
         raise StateError(message("fxmask.restore inside fxmask.dense: expected masks in force.", fix="leave the with block first."))
     refuse_split(model, "fxmask.restore")
+    note_change()
     for name, m in model.named_modules():
         if isinstance(m, (MaskedLayer, WeightReader, Pruned, DroppedLinear)):
             refuse_changed_class(name, m)

@@ -51,7 +51,7 @@ class Recorded(NamedTuple):
     gradients: list[tuple[Tensor, Tensor | None]]
     added: list[tuple[Tensor, Tensor | None]]  # gradients from before the step, to which it adds; None where there was none
     notes: list[tuple[Guarded, Any]]  # the masks of before the step, where momenta of blocks that return are cleared
-    layers: list[nn.Module]  # masked, pruned and N:M layers whose forwards ran
+    layers: list[nn.Module]  # masked, pruned, dropping and N:M layers whose forwards ran
 
 
 def captured(step: Callable[[], Any], graph: Any, optimizers: Sequence[Optimizer], handles: list[GuardHandle], facts: Facts, name: str) -> Recorded | None:

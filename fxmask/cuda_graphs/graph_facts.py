@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every
 from torch.optim import Optimizer
 
-from ..decided import times_applied
+from ..decided import times_changed
 from ..guards.guard_handle import GuardHandle
 from ..passes.state.site import Site
 
@@ -24,14 +24,16 @@ LAYER = tuple(f"_fxmask_{name}" for name in ("pruning", "dropping", "nm", "nm_fr
 
 
 class Facts:
-    """Of one set of graphs: its optimisers, and the modules of guarded models, of `models` and of layers that `watch` was told of."""
+    """Of one set of graphs: its optimisers, and the modules of guarded models, of `models` and of `layers` of others, which grow with each capture."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], models: Iterable[nn.Module], handles: Sequence[GuardHandle], device: torch.device) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], models: Iterable[nn.Module], layers: dict[nn.Module, None], handles: Sequence[GuardHandle], device: torch.device
+    ) -> None:
         self.device = device
-        self.optimizers = optimizers
+        self.optimizers, self.layers = optimizers, layers
         guarded = [m for m in (h._noticed.model() for h in handles) if m is not None]
         self.modules: dict[nn.Module, None] = {}
-        for root in (*models, *guarded):
+        for root in (*models, *layers, *guarded):
             self.watch(root.modules())
         self.watch(site for h in handles for site, _ in h._followed)
         self.handles = list(handles)
@@ -64,7 +66,7 @@ class Facts:
                 if p._backward_hooks or p._post_accumulate_grad_hooks:
                     found += (p, *(p._backward_hooks or {}).values(), None, *(p._post_accumulate_grad_hooks or {}).values())
         for m in self.modules:
-            found += (m, m.__dict__.get("forward"))  # which some libraries put in the place of the class's
+            found += (m, getattr(m.__class__, "forward", None), m.__dict__.get("forward"))  # libraries replace both, and a GraphModule makes the first anew
             found += m._parameters.values()
             found += m._buffers.values()
             found += m._modules.values()  # one that is new has to be watched, too
@@ -93,7 +95,7 @@ class Facts:
             "classes of modules, or whether they train": tuple((m.__class__, m.training) for m in modules),
             "phases, modes or kernels of masks": tuple(_of_site(m) for m in modules if "_fxmask_keep" in m.__dict__),
             "how inputs are pruned or dropped, or N:M masks frozen": tuple(_of_layer(m) for m in modules if not m.__dict__.keys().isdisjoint(LAYER)),
-            "models that are masked": 0 if modules else times_applied(),
+            "models that are masked, or so no more": 0 if modules and not self.layers else times_changed(),
             "autocast, or gradients": (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_grad_enabled()),
             "PyTorch's settings": _settings(),
         }

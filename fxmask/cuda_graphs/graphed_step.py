@@ -34,7 +34,7 @@ class Graphed(Generic[T]):
         self._step, self._optimizers, self._models, self._warmup = step, optimizers, models, warmup
         self._device = next(p for o in optimizers for group in o.param_groups for p in group["params"]).device
         self._make = recorder(self._device)
-        self._layers: dict[nn.Module, None] = {}  # masked ones of models that nobody has named, seen in a capture
+        self._layers: dict[nn.Module, None] = {}  # masked, pruned and dropping ones of models that nobody has named, seen in a capture
         self._shown: set[int] = set()  # ids of sites whose first masked gradient was looked at
         self._why, self._calls, self.captures, self.replays = "these were its first steps", 0, 0, 0
         self._drop()
@@ -91,7 +91,7 @@ class Graphed(Generic[T]):
             self._why = outdated or self._why
             if self._graphs:
                 self._drop()
-            self._facts = Facts(self._optimizers, (*self._models, *self._layers), handles, self._device)
+            self._facts = Facts(self._optimizers, self._models, self._layers, handles, self._device)
             self._tensors, self._decided = self._facts.tensors(), self._facts.decisions()
         before, self._decided = self._decided, self._facts.decisions()
         changed = [label for label, value in self._decided.items() if value != before[label]]

@@ -37,8 +37,8 @@ def graphed(step: Callable[[], T], *optimizers: Optimizer, models: Iterable[nn.M
     The first calls run `step` as it is. Then it is captured, and a call replays it and lets guards count: schedules, refresh intervals, feedback, rigl's dense
     steps and phases go on as they do without a graph, and what they change is written where the graph reads it. Before every call the tensors of optimisers,
     guarded models and `models` are compared with those that were captured, and so is what a graph holds fixed of them: phases, modes and kernels of masks,
-    children, classes and train() or eval() of modules, hooks of modules, parameters and optimisers, block dropout, which parameters are trained, groups of the
-    optimisers and Python numbers in them, autocast, the default dtype, deterministic algorithms, the precision of products, what attention may run on. After a
+    children, classes, forwards and train() or eval() of modules, hooks of modules, parameters and optimisers, block dropout, which parameters train, groups
+    of the optimisers and numbers in them, autocast, the default dtype, deterministic algorithms, the precision of products, what attention may run on. After a
     change some calls run `step` as it is, and it is captured anew. rigl's steps whose dense gradients regrowth reads are never captured. Not looked at, and so
     held as they were captured: plain attributes of modules and other objects, such as nn.Dropout's p or a GradScaler's growth factor.
 
@@ -48,9 +48,9 @@ def graphed(step: Callable[[], T], *optimizers: Optimizer, models: Iterable[nn.M
             of the host that move. Random numbers of the device go on.
         optimizers: those that step, guarded by `fxmask.guard` where they hold masked weights; dense ones do as well. capturable=True where they know it, and
             the rate a tensor on the device, which torch's schedulers fill: of a Python number the graph would hold the value, and every change costs a capture.
-        models: what else the step runs, such as a dense model, a teacher, or the other half of a GAN. Masked, pruned and N:M layers that it runs outside of
-            compiled code are found without being named; a dense model that is not named may not go from train() to eval(), nor be masked or given hooks, and
-            its buffers must stay in place.
+        models: what else the step runs, such as a dense model, a teacher, or the other half of a GAN. Masked, pruned, dropping and N:M layers that it runs
+            outside of compiled code are found without being named; a dense model that is not named may not go from train() to eval(), nor be masked or given
+            hooks, and its buffers must stay in place.
         warmup: calls that run as they are before a capture, at least 1. They are steps of the training like all others.
 
     Returns: a callable. It gives what `step` returns; of a replay the same tensors each time, which the next call overwrites. On a CPU every call runs `step`

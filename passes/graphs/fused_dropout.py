@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from ..finding.choose import Decision
 from ..infra import Pass, call_again, replace_node
 from ..settings.block_dropout import BlockDropout
+from ..state.noted import note
 from .graph_calls import DROPPED, call_site, calls_of, give_back, input_arg, linear_parts
 from .writes import Writes
 
@@ -36,6 +37,7 @@ class DroppedCall(nn.Module):
         self._fxmask_before = before  # (name, op, target, further args, kwargs, module or None) of the dropout that was fused
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        note(self)
         return self._fxmask_dropping.linear(x, weight, bias, self.training)
 
     def extra_repr(self) -> str:

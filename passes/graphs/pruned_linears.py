@@ -8,6 +8,7 @@ from torch.fx import GraphModule
 from ..finding.choose import Decision
 from ..infra import Pass, replace_node
 from ..settings.activation_pruning import ActivationPruning
+from ..state.noted import note
 from ..state.pruning_schedule import install
 from .graph_calls import PRUNED, call_site, calls_of, give_back, input_arg, linear_parts
 
@@ -34,6 +35,7 @@ class PrunedCall(PrunedSite):
         self._fxmask_origin = origin
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        note(self)
         return self._fxmask_pruning.linear(x, weight, bias, self.training)
 
 

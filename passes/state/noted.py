@@ -1,4 +1,4 @@
-"""Which masked, pruned or N:M layers run while somebody asks: `fxmask.graphed` asks while it captures a step, which may read layers that no guard knows."""
+"""Which masked, pruned, dropping or N:M layers run while somebody asks: `fxmask.graphed` asks while it captures a step, with some that no guard knows."""
 
 from __future__ import annotations
 

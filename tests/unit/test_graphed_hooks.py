@@ -90,6 +90,29 @@ def test_a_forward_of_one_module():
     assert graphed.step.captures == 2
 
 
+def test_a_forward_of_a_class():
+    """Replaced, as by libraries that bring another attention; and by a trace that is rewritten, whose class then has a new one."""
+
+    class Activation(nn.Module):
+        def forward(self, x):
+            return torch.relu(x)
+
+    runs = [Run(False) for _ in range(2)]
+    for r in runs:
+        Activation.forward = lambda self, x: torch.relu(x)
+        r.model[1], r.model[3] = Activation(), torch.fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.Identity()))
+        r.step = fxmask.graphed(r.plain, r.optimiser, models=[r.model], warmup=2) if r is runs[0] else r.plain
+        r.train(7)
+        Activation.forward = lambda self, x: torch.tanh(x)
+        r.train(7)
+        trace = r.model[3]
+        relu = next(n for n in trace.graph.nodes if n.op == "call_module")
+        relu.replace_all_uses_with(relu.args[0]), trace.graph.erase_node(relu), trace.recompile()
+        r.train(7)
+    assert_same(*runs)
+    assert runs[0].step.captures == 3
+
+
 def test_a_parameter_in_another_group():
     """The groups' numbers and the order of all parameters are as before."""
 
