@@ -50,7 +50,7 @@ def load_pruning_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Take up what `check_pruning_state` has passed. Where a guard counted the steps, training raises until there is one again: hooks cannot be saved."""
     for name, m in scheduled_layers(model):
         d, entry = m.__dict__, saved[name]
-        d["_fxmask_pruning_step"] = entry["step"]
+        d["_fxmask_pruning_step"], d["_fxmask_pruning_resumed"] = entry["step"], True
         if d["_fxmask_pruning_guard"] is not None or (entry["announced"] and not entry["guarded"]):
             advance(m, 0)
         else:

@@ -51,7 +51,7 @@ class GuardHandle:
         self.optimizer, self.steps = weakref.ref(optimizer), 0
         self._ids = ids_of(optimizer)
         self._ahead = set[int]()  # ids of sites for which another guard has counted this step already
-        self._noticed.begin(optimizer, self._guarded)  # before the hooks: a filter may make its warning an error
+        self._noticed.begin(optimizer, self._guarded, counted_layers(optimizer, self._scheduled))  # before the hooks: a filter may make its warning an error
         # here, and no decorators: those would import the compiler with this module, which takes seconds; a first optimiser imports it by itself
         before, after = (torch.compiler.disable(hook, reason=_COMPILED) for hook in (self._before, self._after))
         before.fxmask_guard = self

@@ -56,7 +56,7 @@ def guard(
     Raises: ConfigError (unknown policy; the optimiser holds none of the masked weights; masked_step with decay or free), StateError (nothing masked, or
     guarded already), UnsupportedError (freeze where masked weights must move; freeze or decay of a weight that another parameter makes; masked_step where it
     says not). Warns, at the first step if not before, where masks begin at step 0 under an optimiser that has stepped their weights, so that their state
-    was not loaded: those that count steps, and those of refresh=0 whose weights were loaded after `apply`.
+    was not loaded: those that count steps, those of refresh=0 whose weights were loaded after `apply`, and schedules of pruned inputs.
     Cost: during a step a copy of each guarded weight that has a gradient (under an optimiser that is not PyTorch's, of each), under freeze of its momenta too,
     and there of masked blocks alone by the kernels of a GPU, and on a CPU of weights of 2^18 elements and more in blocks of 8 columns and more; where momenta
     are zero while masked a copy of the gradient instead of theirs; with masked_step one of the kept blocks. Between steps nothing, but where the blocks of

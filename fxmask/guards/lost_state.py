@@ -1,15 +1,19 @@
-"""Masks that begin anew under an optimiser that has stepped their weights: in a run that is resumed their state was forgotten, and nothing else shows it."""
+"""Masks, and schedules of pruned inputs, that begin anew under an optimiser that has stepped their weights.
+
+In a run that is resumed their state was forgotten, and nothing else shows it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ..kernels.errors import first_of, message, warn
-from ..passes.state import ranks
+from ..passes.state import pruning_schedule, ranks
 from ..passes.state.saliency import GIVEN
 from ..passes.state.site import Site
 from ..passes.state.tensors import has_values
@@ -17,18 +21,23 @@ from ..passes.stepping.guarded_weight import Guarded
 from ..passes.stepping.held import states_of
 
 
-def warn_of_lost_state(optimizer: Optimizer, new: list[Guarded]) -> list[Guarded]:
-    """FxMaskWarning for those of these masks whose state a resumed run has forgotten, as their optimiser tells. Returns: them.
+def warn_of_lost_state(optimizer: Optimizer, new: Sequence[Guarded], pruned: Sequence[tuple[str, nn.Module]]) -> set[int]:
+    """FxMaskWarning for those of these masks, and of these layers with a schedule of pruned inputs, whose state a resumed run has forgotten, as their optimiser
+    tells. Returns: the ids of their modules.
 
     Optimisers without a count and a momentum, as plain SGD, do not tell.
     """
-    lost = [g for g in new if _begins_anew(g.site) and any(map(_has_stepped, states_of(optimizer, g.weight)))]
+    masks = [(g.name, g.site) for g in new if _begins_anew(g.site) and _has_stepped(optimizer, g.weight)]
+    named = {id(site) for _, site in masks}
+    ramps = [(name, m) for name, m in pruned if id(m) not in named and pruning_schedule.begins_anew(m)]
+    lost = [*masks, *((name, m) for name, m in ramps if any(_has_stepped(optimizer, p) for p in m.parameters()))]
     if lost:
-        what = "the optimiser has stepped weights before this guard, and their masks begin at step 0. In a run that is resumed that loses the masks' state:"
+        begin = "masks" if masks else "schedules of pruned inputs"
+        what = f"the optimiser has stepped weights before this guard, and their {begin} begin at step 0. In a run that is resumed that loses the masks' state:"
         what += " the steps that start, schedule and refresh count, cached masks and scores."
-        fix = "fxmask.load_state_dict(model, saved) after the weights' load and before the first step; where masks begin now, fxmask.step(model, 0) before"
-        warn(message(what, first_of([g.name for g in lost]), fix + " fxmask.guard says that this is meant."))
-    return lost
+        fix = f"fxmask.load_state_dict(model, saved) after the weights' load and before the first step; where {begin} begin now, fxmask.step(model, 0) before"
+        warn(message(what, first_of([name for name, _ in lost]), fix + " fxmask.guard says that this is meant."))
+    return {id(m) for _, m in lost}
 
 
 def _begins_anew(site: Site) -> bool:
@@ -38,7 +47,11 @@ def _begins_anew(site: Site) -> bool:
     return not site._fxmask_step and not site._fxmask_resumed and (given.needs_steps or of_loaded)
 
 
-def _has_stepped(state: Mapping[str, Any]) -> bool:
+def _has_stepped(optimizer: Optimizer, weight: torch.Tensor) -> bool:
+    return any(map(_is_of_a_step, states_of(optimizer, weight)))
+
+
+def _is_of_a_step(state: Mapping[str, Any]) -> bool:
     """Whether an optimiser's state of a weight is of a step that was made. Adagrad's is there before, and torch.distributed.checkpoint makes one of zeros.
     A count with no tensor beside it is believed."""
     count = state.get("step", 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,10 +11,12 @@ from torch.optim import Optimizer
 
 from ..decided import decided_by_apply, times_applied
 from ..kernels.errors import first_of, message, warn
+from ..passes.state.pruning_schedule import is_announced
 from ..passes.state.site_mask import masks_any
 from ..passes.stepping.bypass import gradient_of, has_broken, warn_of_adapters, warn_of_dense_gradients
 from ..passes.stepping.guarded_weight import Guarded
 from ..passes.stepping.held import group_of
+from ..pruning import scheduled_layers
 from ..sites import sites
 from .guarded import Named
 from .lost_state import warn_of_lost_state
@@ -30,20 +32,25 @@ class Noticed:
         self.looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
         self._missed: set[int] = set()  # ids of sites that a step had no gradient for
         self._applied = times_applied()
-        self._new: set[int] = set()  # ids of sites whose masks begin with the guard
+        self._new: set[int] = set()  # ids of modules whose masks, or schedules of pruned inputs, begin with the guard
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "model": gone, "lost": []}
 
-    def begin(self, optimizer: Optimizer, guarded: Sequence[Guarded]) -> None:
+    def begin(self, optimizer: Optimizer, guarded: Sequence[Guarded], counted: Sequence[nn.Module]) -> None:
         """Before the guard tells them of its steps."""
         new = [g for g in guarded if isinstance(g.weight, nn.Parameter) and not g.site._fxmask_announced]
-        lost = warn_of_lost_state(optimizer, new)
-        self._new = {id(g.site) for g in new} - {id(g.site) for g in lost}
+        pruned = self._named(id(m) for m in counted if not is_announced(m))
+        self._new = {*(id(g.site) for g in new), *(id(m) for _, m in pruned)} - warn_of_lost_state(optimizer, new, pruned)
+
+    def _named(self, pruned: Iterable[int]) -> list[tuple[str, nn.Module]]:
+        """Of these modules, by their ids, those with a schedule of pruned inputs, and their names."""
+        model, ids = self.model(), set(pruned)
+        return [] if model is None or not ids else [(name, m) for name, m in scheduled_layers(model) if id(m) in ids]
 
     def look_at_the_start(self, optimizer: Optimizer, guarded: Sequence[Guarded]) -> None:
         """Before the first step: an optimiser's state may be loaded after the guard, and adapters may come."""
-        warn_of_lost_state(optimizer, [g for g in guarded if id(g.site) in self._new])
+        warn_of_lost_state(optimizer, [g for g in guarded if id(g.site) in self._new], self._named(self._new))
         self._new = set()
         if (model := self.model()) is not None:
             warn_of_adapters(model)

@@ -15,7 +15,7 @@ from torch import nn
 if TYPE_CHECKING:
     from ..settings.activation_pruning import ActivationPruning
 
-NAMES = ("_fxmask_pruning", "_fxmask_pruning_given", "_fxmask_pruning_step", "_fxmask_pruning_guard")
+NAMES = ("_fxmask_pruning", "_fxmask_pruning_given", "_fxmask_pruning_step", "_fxmask_pruning_guard", "_fxmask_pruning_resumed")
 
 
 def install(m: nn.Module, config: ActivationPruning) -> None:
@@ -23,7 +23,7 @@ def install(m: nn.Module, config: ActivationPruning) -> None:
     config = dataclasses.replace(config) if config.needs_steps else config
     m.__dict__["_fxmask_pruning"] = config
     if config.needs_steps:
-        m.__dict__.update(_fxmask_pruning_given=config, _fxmask_pruning_step=0, _fxmask_pruning_guard=None)
+        m.__dict__.update(_fxmask_pruning_given=config, _fxmask_pruning_step=0, _fxmask_pruning_guard=None, _fxmask_pruning_resumed=False)
 
 
 def uninstall(m: nn.Module) -> None:
@@ -40,6 +40,11 @@ def is_scheduled(m: nn.Module) -> bool:
 def is_announced(m: nn.Module) -> bool:
     """Whether somebody counts the steps of a scheduled layer."""
     return m.__dict__["_fxmask_pruning"] is not m.__dict__["_fxmask_pruning_given"]
+
+
+def begins_anew(m: nn.Module) -> bool:
+    """Whether no step of a scheduled layer was counted, here or in the run that it resumes."""
+    return not m.__dict__["_fxmask_pruning_step"] and not m.__dict__.get("_fxmask_pruning_resumed")  # pickles of before have none
 
 
 def advance(m: nn.Module, n: int) -> None:

@@ -215,6 +215,48 @@ def test_a_resume_without_the_state_is_noticed_in_either_order(first, options):
     steps(model, optimiser, 2)  # any warning is an error
 
 
+RAMP = fxmask.ActivationPruning(0.5, 16, schedule=fxmask.Schedule("linear", steps=9))
+
+
+@pytest.mark.parametrize("first", ["guard", "loads"])
+@pytest.mark.parametrize("counts", [False, True], ids=["masks-count-nothing", "masks-count"])
+def test_a_schedule_of_pruned_inputs_without_the_state(first, counts):
+    mask = fxmask.WeightMask(refresh=2 if counts else 1)
+    model = fxmask.apply(mlp(), mask, RAMP)
+    weights, state = half_way(model, optim.AdamW(model.parameters()))
+    model = fxmask.apply(mlp(), mask, RAMP)
+    optimiser = optim.AdamW(model.parameters())
+    if first == "guard":
+        fxmask.guard(optimiser, model)
+    model.load_state_dict(weights)
+    optimiser.load_state_dict(state)
+    what = r"their masks begin.*where: 0\.weight, 2\.weight\n" if counts else r"their schedules of pruned inputs begin.*where: 0, 2\n"
+    with pytest.warns(fxmask.FxMaskWarning, match=f"(?s)has stepped weights before this guard, and {what}") as told:
+        go_on(model, optimiser, guarded=first == "guard")
+    assert len(told) == 1
+    steps(model, optimiser, 2)  # any warning is an error
+
+
+@pytest.mark.parametrize("taken", ["before the first step", "half-way", "never"])
+def test_a_schedule_of_pruned_inputs_that_nobody_forgot(taken):
+    """Its state is loaded, be it that of step 0; or `step` says that it begins now."""
+    model = fxmask.apply(mlp(), fxmask.WeightMask(), RAMP)
+    masks = fxmask.state_dict(model)
+    weights, state = half_way(model, optim.AdamW(model.parameters()))
+    masks = masks if taken == "before the first step" else fxmask.state_dict(model)
+    model = fxmask.apply(mlp(), fxmask.WeightMask(), RAMP)
+    optimiser = optim.AdamW(model.parameters())
+    model.load_state_dict(weights)
+    if taken == "never":
+        fxmask.step(model, 0)
+    else:
+        fxmask.load_state_dict(model, masks)
+    optimiser.load_state_dict(state)
+    fxmask.guard(optimiser, model)  # any warning is an error
+    steps(model, optimiser, 1)
+    fxmask.guard(optimiser, fxmask.apply(fxmask.restore(model), fxmask.WeightMask(), fxmask.ActivationPruning(0.5, 16)))  # which counts nothing
+
+
 @pytest.mark.parametrize("options", RESUMED, ids=["refresh-0", "refresh-2", "scheduled"])
 def test_a_state_that_comes_after_the_guard_is_in_time(options):
     model = fxmask.apply(mlp(), ratio=0.6, **options)
