@@ -27,10 +27,10 @@ def warn_of_lost_state(optimizer: Optimizer, new: Sequence[Guarded], pruned: Seq
 
     Optimisers without a count and a momentum, as plain SGD, do not tell.
     """
-    masks = [(g.name, g.site) for g in new if _begins_anew(g.site) and _has_stepped(optimizer, g.weight)]
+    masks = [(g.name, g.site) for g in new if _begins_anew(g.site) and has_stepped(optimizer, g.weight)]
     named = {id(site) for _, site in masks}
     ramps = [(name, m) for name, m in pruned if id(m) not in named and pruning_schedule.begins_anew(m)]
-    lost = [*masks, *((name, m) for name, m in ramps if any(_has_stepped(optimizer, p) for p in m.parameters()))]
+    lost = [*masks, *((name, m) for name, m in ramps if any(has_stepped(optimizer, p) for p in m.parameters()))]
     if lost:
         begin = "masks" if masks else "schedules of pruned inputs"
         what = f"the optimiser has stepped weights before this guard, and their {begin} begin at step 0. In a run that is resumed that loses the masks' state:"
@@ -47,7 +47,8 @@ def _begins_anew(site: Site) -> bool:
     return not site._fxmask_step and not site._fxmask_resumed and (given.needs_steps or of_loaded)
 
 
-def _has_stepped(optimizer: Optimizer, weight: torch.Tensor) -> bool:
+def has_stepped(optimizer: Optimizer, weight: torch.Tensor) -> bool:
+    """Whether an optimiser, or one that it wraps, has made a step of a weight, as its state tells."""
     return any(map(_is_of_a_step, states_of(optimizer, weight)))
 
 

@@ -21,6 +21,7 @@ from ..passes.settings.nm_mask import NMMask
 from ..passes.state import noted, ranks
 from ..swapped import Swapped, forget_asked, look_at_asked, masked_class, note_asked, of_now
 from .nm_attributes import ATTRIBUTES, LOGITS, MASK, ORDER, TABLE, TAU, check, move, refuse_lost, refuse_size, take_order, tau_of, warn_scaled
+from .rebuilt import expect_state
 
 
 class NMLayer(Swapped):
@@ -34,6 +35,7 @@ class NMLayer(Swapped):
     _fxmask_nm_rested: tuple[str, ...]  # parameters whose requires_grad apply has switched off
     _fxmask_nm_device: torch.device  # of the attributes
     _fxmask_nm_own: bool  # the order of columns is this process's own, and nobody has asked whether that is the other ranks'
+    _fxmask_nm_rebuilt: bool  # a load of weights has built a permuted mask anew, and neither a state nor `refresh` has come since
     _fxmask_nm_lost: bool  # a mask, or the order of its columns, went through the meta device, where it has no values
     nm_mask: Tensor | None  # bool of the weight's shape, where it is frozen or permuted
     nm_permutation: Tensor | None  # int64 (columns)
@@ -193,4 +195,6 @@ def rebuild_nm(m: NMLayer) -> None:
 def _after_load(m: nn.Module, incompatible: object) -> None:
     if isinstance(m, NMLayer) and not lacks_weight(m) and not (weight := peek_weight(m)).is_meta:
         move(m, weight.device)  # load_state_dict(assign=True) replaces the Parameter and moves nothing else
+        old = m.nm_mask
         rebuild_nm(m)
+        expect_state(m, old)

@@ -50,6 +50,7 @@ def apply_nm(
         for d, c in chosen:
             assert d.candidate.module is not None  # no graph is left
             swap_nm(d.candidate.module, c)
+            d.candidate.module.__dict__["_fxmask_nm_name"] = d.candidate.name or "the model itself"
     except BaseException:
         unswap_nm(model)
         raise
@@ -120,6 +121,7 @@ def refresh_nm(model: nn.Module) -> bool:
             values_of(name, peek_weight(m), "fxmask.refresh")
     for _, m in nm_layers(model):
         rebuild_nm(m)
+        m._fxmask_nm_rebuilt = False
     return any_nm(model)
 
 

@@ -75,7 +75,7 @@ def load_nm_state(model: nn.Module, saved: Any) -> None:
         entry, device = saved[name], peek_weight(m).device
         for key, leaf in (("mask", MASK), ("permutation", ORDER)):
             setattr(m, leaf, None if entry[key] is None else entry[key].to(device).clone())
-        m._fxmask_nm_frozen, m._fxmask_nm_own = entry["frozen"], False
+        m._fxmask_nm_frozen, m._fxmask_nm_own, m._fxmask_nm_rebuilt = entry["frozen"], False, False
         m._fxmask_nm_lost = device.type == "meta" and (m.nm_mask is not None or m.nm_permutation is not None)  # there they have no values
         m._fxmask_nm_step, m._fxmask_nm_counted = entry.get("step", 0), entry.get("counted", False)
         write_tau(m)

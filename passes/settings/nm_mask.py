@@ -32,7 +32,8 @@ class NMMask(Options):
     | learned   | in training drawn from the C(m, n) patterns of a group by Gumbel-softmax of its logits, elsewhere their argmax (Danhofer 2024) | dY^T X ∘ M |
 
     A permuted mask is built by `apply`, `load_state_dict` and `fxmask.refresh`, and rests between them; in the order that W has, a group may keep more or less
-    than n. The layer keeps the permutation in its attribute `nm_permutation`.
+    than n. The layer keeps the permutation in its attribute `nm_permutation`. A load of weights that changes the mask under an optimiser that has stepped them
+    wants `fxmask.load_state_dict` after it, or the first step warns.
     The matmuls are dense ones of W∘M. `fxmask.finalize(model, "2:4")` is PyTorch's hardware form, for Linears whose mask is 2:4 in the order that W has.
 
     Args:
