@@ -51,7 +51,7 @@ class GuardHandle:
         self.optimizer, self.steps = weakref.ref(optimizer), 0
         self._ids = ids_of(optimizer)
         self._ahead = set[int]()  # ids of sites for which another guard has counted this step already
-        self._noticed.begin(optimizer, self._guarded, counted_layers(optimizer, self._scheduled))  # before the hooks: a filter may make its warning an error
+        self._noticed.begin(optimizer, held, counted_layers(optimizer, self._scheduled))  # before the hooks: a filter may make its warning an error
         # here, and no decorators: those would import the compiler with this module, which takes seconds; a first optimiser imports it by itself
         before, after = (torch.compiler.disable(hook, reason=_COMPILED) for hook in (self._before, self._after))
         before.fxmask_guard = self
@@ -131,7 +131,7 @@ class GuardHandle:
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
         self._noticed.look_for_replaced(self._guarded)
         if self.steps == 0 and self._captures is None:
-            self._noticed.look_at_the_start(optimizer, self._guarded)
+            self._noticed.look_at_the_start(optimizer, self._guarded, self._followed)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if other_steps.is_no_step(optimizer):

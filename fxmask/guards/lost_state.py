@@ -19,15 +19,26 @@ from ..passes.state.site import Site
 from ..passes.state.tensors import has_values
 from ..passes.stepping.guarded_weight import Guarded
 from ..passes.stepping.held import states_of
+from .guarded import Followed
+
+Stepped = tuple[str, Site, "Sequence[torch.Tensor]"]  # a mask by its name, and what an optimiser moves its weight by
 
 
-def warn_of_lost_state(optimizer: Optimizer, new: Sequence[Guarded], pruned: Sequence[tuple[str, nn.Module]]) -> set[int]:
+def stepped_with(guarded: Sequence[Guarded], followed: Sequence[Followed]) -> list[Stepped]:
+    """The masks that a guard counts for: of Parameters, and of weights that their layer's other parameters make."""
+    held = {id(g.site) for g in guarded}
+    made = [s for s, w in followed if id(s) not in held and not isinstance(w, nn.Parameter)]
+    own = [(g.name, g.site, [g.weight]) for g in guarded if isinstance(g.weight, nn.Parameter)]
+    return [*own, *((s._fxmask_name, s, [p for n, p in s.named_parameters() if not n.startswith(("bias", "parametrizations.bias."))]) for s in made)]
+
+
+def warn_of_lost_state(optimizer: Optimizer, new: Sequence[Stepped], pruned: Sequence[tuple[str, nn.Module]]) -> set[int]:
     """FxMaskWarning for those of these masks, and of these layers with a schedule of pruned inputs, whose state a resumed run has forgotten, as their optimiser
     tells. Returns: the ids of their modules.
 
     Optimisers without a count and a momentum, as plain SGD, do not tell.
     """
-    masks = [(g.name, g.site) for g in new if _begins_anew(g.site) and has_stepped(optimizer, g.weight)]
+    masks = [(name, s) for name, s, moved in new if _begins_anew(s) and any(has_stepped(optimizer, p) for p in moved)]
     named = {id(site) for _, site in masks}
     ramps = [(name, m) for name, m in pruned if id(m) not in named and pruning_schedule.begins_anew(m)]
     lost = [*masks, *((name, m) for name, m in ramps if any(has_stepped(optimizer, p) for p in m.parameters()))]

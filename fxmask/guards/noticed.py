@@ -18,8 +18,8 @@ from ..passes.stepping.guarded_weight import Guarded
 from ..passes.stepping.held import group_of
 from ..pruning import scheduled_layers
 from ..sites import sites
-from .guarded import Named
-from .lost_state import warn_of_lost_state
+from .guarded import Followed, Held, Named
+from .lost_state import stepped_with, warn_of_lost_state
 from .replaced import warn_of_replaced
 
 
@@ -37,20 +37,20 @@ class Noticed:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "model": gone, "lost": []}
 
-    def begin(self, optimizer: Optimizer, guarded: Sequence[Guarded], counted: Sequence[nn.Module]) -> None:
+    def begin(self, optimizer: Optimizer, held: Held, counted: Sequence[nn.Module]) -> None:
         """Before the guard tells them of its steps."""
-        new = [g for g in guarded if isinstance(g.weight, nn.Parameter) and not g.site._fxmask_announced]
+        new = [m for m in stepped_with(held.guarded, held.followed) if not m[1]._fxmask_announced]
         pruned = self._named(id(m) for m in counted if not is_announced(m))
-        self._new = {*(id(g.site) for g in new), *(id(m) for _, m in pruned)} - warn_of_lost_state(optimizer, new, pruned)
+        self._new = {*(id(site) for _, site, _ in new), *(id(m) for _, m in pruned)} - warn_of_lost_state(optimizer, new, pruned)
 
     def _named(self, pruned: Iterable[int]) -> list[tuple[str, nn.Module]]:
         """Of these modules, by their ids, those with a schedule of pruned inputs, and their names."""
         model, ids = self.model(), set(pruned)
         return [] if model is None or not ids else [(name, m) for name, m in scheduled_layers(model) if id(m) in ids]
 
-    def look_at_the_start(self, optimizer: Optimizer, guarded: Sequence[Guarded]) -> None:
+    def look_at_the_start(self, optimizer: Optimizer, guarded: Sequence[Guarded], followed: Sequence[Followed]) -> None:
         """Before the first step: an optimiser's state may be loaded after the guard, and adapters may come."""
-        warn_of_lost_state(optimizer, [g for g in guarded if id(g.site) in self._new], self._named(self._new))
+        warn_of_lost_state(optimizer, [m for m in stepped_with(guarded, followed) if id(m[1]) in self._new], self._named(self._new))
         self._new = set()
         if (model := self.model()) is not None:
             warn_of_adapters(model)

@@ -8,6 +8,7 @@ from sample_models import best_blocks, mlp
 from saved_states import same, through_a_file
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn.utils import prune
 from unit.state_runs import CUT, EACH, FORMS, checkpoint, masked, run, take_up, train
 
 import fxmask
@@ -213,6 +214,29 @@ def test_a_resume_without_the_state_is_noticed_in_either_order(first, options):
         go_on(model, optimiser, guarded=first == "guard")
     assert len(told) == 1
     steps(model, optimiser, 2)  # any warning is an error
+
+
+@pytest.mark.parametrize("first", ["guard", "loads"])
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, lambda m: prune.identity(m, "weight")], ids=["weight_norm", "prune"])
+def test_masks_of_weights_that_other_parameters_make(norm, first):
+    make = lambda: fxmask.apply(nn.Sequential(norm(nn.Linear(64, 64))), ratio=0.5, backward="ste", refresh=2)  # noqa: E731
+    model = make()
+    weights, state = half_way(model, optim.AdamW(model.parameters()))
+    masks, model = fxmask.state_dict(model), make()
+    optimiser = optim.AdamW(model.parameters())
+    if first == "guard":
+        fxmask.guard(optimiser, model)
+    model.load_state_dict(weights)
+    optimiser.load_state_dict(state)
+    with pytest.warns(fxmask.FxMaskWarning, match=rf"(?s){LOST}.*where: 0\.weight\n") as told:
+        go_on(model, optimiser, guarded=first == "guard")
+    assert len(told) == 1
+    model = make()
+    model.load_state_dict(weights)
+    fxmask.load_state_dict(model, masks)
+    optimiser = optim.AdamW(model.parameters())
+    optimiser.load_state_dict(state)
+    go_on(model, optimiser, guarded=False)  # any warning is an error
 
 
 RAMP = fxmask.ActivationPruning(0.5, 16, schedule=fxmask.Schedule("linear", steps=9))
