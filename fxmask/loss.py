@@ -6,10 +6,10 @@ from numbers import Real
 
 from torch import Tensor, nn
 
-from .kernels.errors import ConfigError, StateError, message
+from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .passes.settings import looks
 from .passes.settings.checks import is_number
-from .passes.state import ranks
+from .passes.state import ranks, tensors
 from .sites import required_sites
 
 
@@ -23,8 +23,8 @@ def feedback(model: nn.Module, value: float | Tensor) -> dict[str, float]:
         value: a finite number, or a tensor with one element, for which the host waits.
 
     Returns: {parameter's name: the ratio of the next optimiser step}.
-    Raises: ConfigError (no finite number); StateError (nothing follows a loss, inside `fxmask.dense`, or ranks that report different numbers), and then nothing
-    has changed.
+    Raises: ConfigError (no finite number); StateError (nothing follows a loss, inside `fxmask.dense`, or ranks that report different numbers);
+    UnsupportedError (inside a CUDA graph); and then nothing has changed.
     """
     found = [(name, site) for name, site, _ in required_sites(model, "fxmask.feedback") if looks.feedback_of(site, "loss") is not None]
     if not found:
@@ -34,6 +34,9 @@ def feedback(model: nn.Module, value: float | Tensor) -> dict[str, float]:
         if site._fxmask_is_dense:
             what = "fxmask.feedback inside fxmask.dense, where a loss is the dense model's: expected masks in force."
             raise StateError(message(what, name, "leave the with block, and report the loss of the masked model."))
+        if tensors.capturing(site._fxmask_keep):
+            what = "fxmask.feedback inside a CUDA graph, whose replays would report nothing: expected it after a replay."
+            raise UnsupportedError(message(what, name, "return the loss from the step, and report it between steps."))
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta else value
     loss = float(number) if isinstance(number, Real) and not isinstance(number, bool) else None
     reported = ranks.gathered(loss)  # before anything raises, or the other ranks would wait

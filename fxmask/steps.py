@@ -93,12 +93,16 @@ def refresh(model: nn.Module) -> None:
     """Rebuild every cached mask from the weights as they are, now, permuted N:M masks included, unless frozen. Masks with `refresh=1`, and the other N:M
     masks, are built by each forward and need no call.
 
-    Raises: StateError without masks or inside `fxmask.dense`, UnsupportedError for meta weights.
+    Raises: StateError without masks or inside `fxmask.dense`, UnsupportedError for meta weights, and inside a CUDA graph where masks count steps, too.
     """
     expect_module(model, "fxmask.refresh")
     if refresh_nm(model) and not any_masked(model):
         return
     found = [t for t in sites_in_force(model, "fxmask.refresh") if t[1]._fxmask_config.cached]
+    counted = [name for name, site, _ in found if site._fxmask_given.needs_steps and tensors.capturing(site._fxmask_keep)]
+    if counted:
+        what = "fxmask.refresh inside a CUDA graph, whose replays would not note at which step masks were rebuilt: expected it after a replay."
+        raise UnsupportedError(message(what, first_of(counted), "call it between replays, or let masks be rebuilt by refresh=n alone."))
     rebuild.rebuild([rebuild.Job(site, values_of(name, weight, "fxmask.refresh")) for name, site, weight in found])
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..guards.guard_handle import GuardHandle
 from ..kernels.errors import ConfigError, FxMaskError, UnsupportedError, message
+from ..passes.settings.config import WeightMask
 from ..passes.state.noted import noting
 from ..passes.stepping.guarded_weight import Guarded
 from .graph_facts import Facts, host_values, keys_of, moved, put_back
@@ -70,7 +71,7 @@ def captured(step: Callable[[], Any], graph: Any, optimizers: Sequence[Optimizer
 
 
 def _recorded(step: Callable[[], Any], graph: Any, before: _Before, name: str) -> Recorded | None:
-    with _counting(before.handles) as steps, noting() as layers:
+    with _counting(before.handles) as steps, noting() as noted:
         result = graph.record(step)
     if any(n != 1 for n in steps):
         what = f"fxmask.graphed: expected a step in which each guarded optimiser steps once, got {steps} steps; it was not taken."
@@ -81,9 +82,30 @@ def _recorded(step: Callable[[], Any], graph: Any, before: _Before, name: str) -
         what = "an optimiser counts on the host, which a CUDA graph holds fixed: expected one whose state lies on the device; the step was not taken."
         where = ", ".join(type(o).__name__ for o in before.optimizers)
         raise UnsupportedError(message(what, where, "use one with capturable=True, or go on without a graph."))
+    if (late := _read_late(noted)) is not None:
+        what = "this step runs a layer behind the optimiser's step that moves its mask: a replay counts at its end, so that the mask would be that of before"
+        fix = "graph the part of each optimiser as a step of its own, or leave out forwards behind the step; or go on without a graph."
+        raise UnsupportedError(message(f"{what}; the step was not taken.", late, fix))
+    layers = [m for m in noted if isinstance(m, nn.Module)]
     after = [(p, p.grad) for p, _ in before.gradients]
     added = [(p, grad) for p, grad in before.gradients if grad is None or grad is p.grad]
     return Recorded(graph, result, after, added, [(g, g.last) for h in before.handles for g in h._guarded], layers)
+
+
+def _read_late(noted: list[object]) -> str | None:
+    """The first layer that ran when its guard's optimiser had stepped already, where the number of steps moves what it reads."""
+    moved: dict[int, str] = {}
+    for item in noted:
+        if isinstance(item, GuardHandle):
+            moved |= {id(site): site._fxmask_name for site, _ in item._followed if _moves(site._fxmask_given)}
+            moved |= {id(m): type(m).__name__ for m in item._pruned}
+        elif id(item) in moved:
+            return moved[id(item)]
+    return None
+
+
+def _moves(config: WeightMask) -> bool:
+    return config.needs_steps or config.criterion == "random"
 
 
 @contextmanager

@@ -45,7 +45,8 @@ def graphed(step: Callable[[], T], *optimizers: Optimizer, models: Iterable[nn.M
     Args:
         step: makes all gradients that it uses, and lets each of `optimizers` step once. It reads its inputs from tensors that stay where they are, and nothing
             in it may differ from call to call but what lies on the device: no `.item()`, no scheduler's step, no hooks of the optimiser that count, no numbers
-            of the host that move. Random numbers of the device go on.
+            of the host that move. Random numbers of the device go on. Counts, and masks that are due, follow behind all of it: no layer whose mask moves by
+            steps may run behind its optimiser's step, and `fxmask.masks` there would give those of before.
         optimizers: those that step, guarded by `fxmask.guard` where they hold masked weights; dense ones do as well. capturable=True where they know it, and
             the rate a tensor on the device, which torch's schedulers fill: of a Python number the graph would hold the value, and every change costs a capture.
         models: what else the step runs, such as a dense model, a teacher, or the other half of a GAN. Masked, pruned, dropping and N:M layers that it runs
@@ -56,8 +57,8 @@ def graphed(step: Callable[[], T], *optimizers: Optimizer, models: Iterable[nn.M
     Returns: a callable. It gives what `step` returns; of a replay the same tensors each time, which the next call overwrites. On a CPU every call runs `step`
     as it is.
     Raises: ConfigError (an optimiser without capturable=True; a step that steps a guarded optimiser other than once); UnsupportedError where a step cannot be
-    captured (masked_step; regrow by gradient in another mode than rigl; an optimiser that counts on the host; whatever PyTorch refuses). Then no step was
-    taken, and `step` itself can go on. Warns after 50 calls where fewer than half were replays, with the reason.
+    captured (masked_step; a layer behind the step that moves its mask; regrow by gradient in another mode than rigl; an optimiser that counts on the host;
+    whatever PyTorch refuses). Then no step was taken, and `step` itself can go on. Warns after 50 calls where fewer than half were replays, with the reason.
     Cost: a replay, and on the host ten to twenty microseconds a masked layer; masks that are due are rebuilt after it. The memory of a step
     stays allocated. Masks, lists, scores and scalars of watched layers are rewritten in place from now on: a backward belongs before the next step.
     Not from a paper: CUDA graphs of PyTorch (`torch.cuda.graph`), which by themselves would never replay the host's counts.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..passes.state import lost_guards, pruning_schedule, taken_steps
+from ..passes.state import lost_guards, noted, pruning_schedule, taken_steps
 from ..passes.state.rebuild import Job
 from ..passes.state.site import Site, note_weight
 from ..passes.stepping import elementwise
@@ -144,6 +144,7 @@ class GuardHandle:
             self._count_step(optimizer)
         else:
             self._captures += 1
+            noted.note(self)
 
     def _count_step(self, optimizer: Optimizer, compute: Callable[[Sequence[Job]], None] | None = None) -> None:
         """The host's part of a step that the device has taken: counts, schedules, masks that are due. `compute`: see `rebuild.rebuild`."""

@@ -6,20 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
-_notes: list[nn.Module] | None = None
+_notes: list[object] | None = None
 
 
-def note(m: nn.Module) -> None:
-    """A layer's forward runs; code that is compiled notes nothing."""
+def note(m: object) -> None:
+    """A layer's forward runs, or a guard's optimiser has stepped; code that is compiled notes nothing."""
     if not torch.compiler.is_compiling() and _notes is not None:
         _notes.append(m)
 
 
 @contextmanager
-def noting() -> Iterator[list[nn.Module]]:
-    """Inside, forwards note their layers in the list that this gives."""
+def noting() -> Iterator[list[object]]:
+    """Inside, forwards note their layers, and steps their guards, in the list that this gives."""
     global _notes
     before, _notes = _notes, []
     try:

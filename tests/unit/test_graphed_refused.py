@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from unit.graphed_runs import MIX, Run, assert_goes_on, assert_same, graphs, pair  # noqa: F401  (a fixture)
+from unit.graphed_runs import BLOCK, MIX, RAMP, Run, assert_goes_on, assert_same, graphs, pair  # noqa: F401  (a fixture)
 
 import fxmask
+from fxmask import Feedback
 from fxmask.errors import ConfigError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("graphs")
@@ -142,6 +143,70 @@ def test_state_that_a_capture_makes():
     assert_same(*runs)
     step = runs[0].step
     assert step.captures == 1 and runs[0].calls == 10 - step.replays + 2
+
+
+def go_on_without(graphed, plain):
+    """The last call was refused, and is taken again by the step itself."""
+    graphed.steps -= 1
+    plain.train(graphed.steps)
+    graphed.step = graphed.plain
+    assert_goes_on(graphed, plain)
+
+
+def by_halves(r, **options):
+    """Masked, and stepped by two optimisers in turns: the first one's layers run again behind its step."""
+    fxmask.apply(r.model, ratio=0.5, block=BLOCK, include=["0", "2"], **options)
+    weights = list(r.model.parameters())
+    halves = [torch.optim.SGD(weights[:2], lr=0.1, momentum=0.9), torch.optim.SGD(weights[2:], lr=0.1)]
+    for half in halves:
+        fxmask.guard(half, r.model)
+
+    def plain():
+        losses = []
+        for half in halves:
+            r.model.zero_grad(set_to_none=True)
+            losses.append(F.cross_entropy(r.model(r.x), r.y))
+            losses[-1].backward()
+            half.step()
+        return (losses[0] + losses[1]).detach()
+
+    return plain, halves
+
+
+@pytest.mark.parametrize("options", [{"schedule": RAMP}, {"refresh": 2}, {"criterion": "random"}], ids=["ramp", "cached", "random"])
+def test_a_layer_that_runs_behind_the_step_that_moves_its_mask(options):
+    """A replay counts at its end, and so the layer would have the mask of before; by `step` itself training goes on."""
+    graphed, plain = (Run(False, schedule_lr=False) for _ in range(2))
+    (graphed.plain, halves), (plain.step, _) = (by_halves(r, **options) for r in (graphed, plain))
+    graphed.step = fxmask.graphed(graphed.plain, *halves, warmup=2)
+    with pytest.raises(UnsupportedError, match=r"(?s)runs a layer behind the optimiser's step that moves its mask: .* was not taken\..*0\.weight"):
+        graphed.train(9)
+    go_on_without(graphed, plain)
+
+
+def test_a_layer_that_runs_behind_a_step_and_whose_mask_follows_its_weight():
+    graphed, plain = (Run(False, schedule_lr=False) for _ in range(2))
+    (step, halves), (plain.step, _) = (by_halves(r) for r in (graphed, plain))
+    graphed.step = fxmask.graphed(step, *halves, warmup=2)
+    assert_goes_on(graphed, plain, 12)
+    assert graphed.step.replays >= 8
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "told"),
+    [
+        ({"refresh": 4, "schedule": RAMP}, fxmask.refresh, "refresh"),
+        ({"schedule": Feedback("loss", every=1)}, lambda model: fxmask.feedback(model, 0.5), "feedback"),
+    ],
+    ids=["refresh", "feedback"],
+)
+def test_what_a_replay_would_not_note(options, call, told):
+    graphed, plain = runs = pair(**options)
+    steps = [lambda r=r, plain=r.plain: (plain(), call(r.model))[0] for r in runs]
+    graphed.step, graphed.plain, plain.step = fxmask.graphed(steps[0], graphed.optimiser, warmup=1), steps[0], steps[1]
+    with pytest.raises(UnsupportedError, match=rf"fxmask\.{told} inside a CUDA graph, .*: expected it after a replay"):
+        graphed.train(9)
+    go_on_without(graphed, plain)
 
 
 def test_one_inside_of_another():
