@@ -50,7 +50,7 @@ class Recorded(NamedTuple):
     graph: Any
     result: Any
     gradients: list[tuple[Tensor, Tensor | None]]
-    added: list[tuple[Tensor, Tensor | None]]  # gradients from before the step, to which it adds; None where there was none
+    added: list[tuple[Tensor, Tensor | None]]  # gradients from before the step that it uses; None where there was none
     notes: list[tuple[Guarded, Any]]  # the masks of before the step, where momenta of blocks that return are cleared
     layers: list[nn.Module]  # masked, pruned, dropping and N:M layers whose forwards ran
 
@@ -78,6 +78,10 @@ def _recorded(step: Callable[[], Any], graph: Any, before: _Before, name: str) -
         raise ConfigError(message(what, name, "give fxmask.graphed the optimisers that this function steps, and let it take one step."))
     if keys_of(before.optimizers) != before.entries:
         return None
+    if before.replaced():
+        what = "an optimiser puts new tensors in place of its state, of which every replay would read those of the capture: expected one that writes in place"
+        where = ", ".join(type(o).__name__ for o in before.optimizers)
+        raise UnsupportedError(message(f"{what}; the step was not taken.", where, "let it use copy_, mul_ and their like, or go on without a graph."))
     if moved(before.counts):
         what = "an optimiser counts on the host, which a CUDA graph holds fixed: expected one whose state lies on the device; the step was not taken."
         where = ", ".join(type(o).__name__ for o in before.optimizers)
@@ -88,8 +92,13 @@ def _recorded(step: Callable[[], Any], graph: Any, before: _Before, name: str) -
         raise UnsupportedError(message(f"{what}; the step was not taken.", late, fix))
     layers = [m for m in noted if isinstance(m, nn.Module)]
     after = [(p, p.grad) for p, _ in before.gradients]
-    added = [(p, grad) for p, grad in before.gradients if grad is None or grad is p.grad]
+    added = [(p, grad) for (p, grad), version in zip(before.gradients, before.versions, strict=True) if _adds_to(p, grad, version)]
     return Recorded(graph, result, after, added, [(g, g.last) for h in before.handles for g in h._guarded], layers)
+
+
+def _adds_to(p: Tensor, grad: Tensor | None, version: int) -> bool:
+    """Whether a step uses the gradient that it has found. One that leaves none has found one from outside; one that leaves another has dropped it."""
+    return grad is None or grad is p.grad or (p.grad is None and grad._version != version)
 
 
 def _read_late(noted: list[object]) -> str | None:
@@ -130,7 +139,13 @@ class _Before:
     def __init__(self, optimizers: Sequence[Optimizer], handles: list[GuardHandle], facts: Facts) -> None:
         self.optimizers, self.handles = optimizers, handles
         self.gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for group in facts.groups for p in group["params"]]
+        self.versions = [0 if grad is None else grad._version for _, grad in self.gradients]
         self.entries, self.counts = keys_of(optimizers), host_values(facts)
+        self.state = [(d, k, v) for d in (*facts.groups, *(state for o in optimizers for state in o.state.values())) for k, v in d.items() if facts.lies(v)]
+
+    def replaced(self) -> bool:
+        """Whether optimisers have other tensors on the device than before."""
+        return any(d.get(k) is not v for d, k, v in self.state)
 
     def put_back(self) -> None:
         """Undo what Python has made since, and nothing has computed."""
@@ -142,6 +157,8 @@ class _Before:
                     del state[key]
                 if p not in self.entries:
                     del o.state[p]
+        for d, key, value in self.state:
+            d[key] = value
         put_back(self.counts)
         for g in (g for h in self.handles for g in h._guarded):
             g.last = None

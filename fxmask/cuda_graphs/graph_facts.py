@@ -56,7 +56,8 @@ class Facts:
         in place from now on."""
         found: list[Any] = [hook for hooks in OF_ALL for hook in (None, *hooks.values())]
         for o in self.optimizers:
-            found += (*o._optimizer_step_pre_hooks.values(), o, *o._optimizer_step_post_hooks.values())
+            before, after = (getattr(o, f"_optimizer_step_{kind}_hooks", {}) for kind in ("pre", "post"))  # accelerate's wrapper has none
+            found += (*before.values(), o, *after.values())
             for state in o.state.values():
                 found += state.values()
         for group in self.groups:
@@ -66,7 +67,7 @@ class Facts:
                 if p._backward_hooks or p._post_accumulate_grad_hooks:
                     found += (p, *(p._backward_hooks or {}).values(), None, *(p._post_accumulate_grad_hooks or {}).values())
         for m in self.modules:
-            found += (m, getattr(m.__class__, "forward", None), m.__dict__.get("forward"))  # libraries replace both, and a GraphModule makes the first anew
+            found += (m, _forward_of(m.__class__), m.__dict__.get("forward"))  # libraries replace both, and a GraphModule makes the first anew
             found += m._parameters.values()
             found += m._buffers.values()
             found += m._modules.values()  # one that is new has to be watched, too
@@ -99,6 +100,11 @@ class Facts:
             "autocast, or gradients": (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_grad_enabled()),
             "PyTorch's settings": _settings(),
         }
+
+
+def _forward_of(kind: type) -> Any:
+    """What a class has for its forward: asked for by attribute, a classmethod and a partialmethod are new objects each time."""
+    return next((c.__dict__["forward"] for c in kind.__mro__ if "forward" in c.__dict__), None)
 
 
 def _settings() -> Hashable:

@@ -1,6 +1,7 @@
 """Hooks, gradients and settings that change between two calls of `fxmask.graphed`: it is captured anew, and training goes on as without a graph."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -113,6 +114,44 @@ def test_a_forward_of_a_class():
     assert runs[0].step.captures == 3
 
 
+class ByClass(nn.Module):
+    @classmethod
+    def forward(cls, x):
+        return torch.relu(x)
+
+
+class ByPart(nn.Module):
+    def _at(self, least, x):
+        return x.clamp(min=least)
+
+    forward = functools.partialmethod(_at, 0.0)
+
+
+@pytest.mark.parametrize("kind", [ByClass, ByPart])
+def test_a_forward_that_is_another_object_each_time(kind):
+    r = Run(False, **MIX)
+    r.model[1] = kind()
+    r.step = fxmask.graphed(r.plain, r.optimiser, warmup=2)
+    assert_goes_on(r, Run(False, **MIX), 12)
+    assert r.step.captures == 1
+
+
+def test_an_optimiser_that_is_wrapped_and_has_no_hooks():
+    """As that of accelerate, which is an Optimizer and never calls its constructor."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+
+        state = property(lambda self: self.inner.state)
+        param_groups = property(lambda self: self.inner.param_groups)
+
+    graphed, plain = (Run(False) for _ in range(2))
+    graphed.step = fxmask.graphed(graphed.plain, Wrapper(graphed.optimiser), models=[graphed.model], warmup=2)
+    assert_goes_on(graphed, plain, 12)
+    assert graphed.step.captures == 1
+
+
 def test_a_parameter_in_another_group():
     """The groups' numbers and the order of all parameters are as before."""
 
@@ -173,6 +212,48 @@ def test_a_gradient_from_outside():
         r.train(7)
     assert_same(*runs)
     assert runs[0].step.replays >= 9
+
+
+def test_a_gradient_from_outside_at_every_call():
+    """New tensors, to which the step adds and which it drops: a graph would read the first ones for ever."""
+
+    def make(r):
+        def plain():
+            loss = F.cross_entropy(r.model(r.x), r.y)
+            loss.backward()
+            r.optimiser.step()
+            r.optimiser.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        return plain
+
+    runs = stepping(make)
+    for r in runs:
+        for _ in range(12):
+            F.cross_entropy(r.model(2 * r.x + 1), r.y).backward()
+            r.train(1)
+    assert_same(*runs)
+
+
+def test_gradients_that_a_step_adds_to_and_drops_before_it_makes_its_own():
+    """As a GAN's in one step: the generator's backward leaves gradients with the other half, which nobody reads."""
+
+    def make(r):
+        def plain():
+            F.cross_entropy(r.model(2 * r.x), r.y).backward()
+            r.optimiser.zero_grad(set_to_none=True)
+            loss = F.cross_entropy(r.model(r.x), r.y)
+            loss.backward()
+            r.optimiser.step()
+            return loss.detach()
+
+        return plain
+
+    runs = stepping(make)
+    for r in runs:
+        r.train(12)
+    assert_same(*runs)
+    assert runs[0].step.captures == 1 and runs[0].step.replays >= 9
 
 
 def test_a_parameter_that_nobody_steps_is_trained_no_more():

@@ -145,6 +145,31 @@ def test_state_that_a_capture_makes():
     assert step.captures == 1 and runs[0].calls == 10 - step.replays + 2
 
 
+@pytest.mark.parametrize("place", ["state", "group"])
+def test_an_optimiser_that_makes_its_state_anew(place):
+    """A replay would read that of the capture, each time."""
+
+    class Anew(torch.optim.Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, {"lr": lr, "rate": torch.ones(())})
+
+        @torch.no_grad()
+        def step(self):
+            group = self.param_groups[0]
+            if place == "group":
+                group["rate"] = 0.9 * group["rate"]
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                self.state[p]["m"] = m.mul_(0.9).add_(p.grad) if place == "group" else 0.9 * m + p.grad
+                p.sub_(0.1 * group["rate"] * self.state[p]["m"])
+
+    graphed, plain = pair(refresh=2, optimiser=Anew, schedule_lr=False)
+    with pytest.raises(UnsupportedError, match=r"(?s)puts new tensors in place of its state, .*was not taken\..*where: Anew"):
+        graphed.train(9)
+    go_on_without(graphed, plain)
+    assert_same(graphed, plain)
+
+
 def go_on_without(graphed, plain):
     """The last call was refused, and is taken again by the step itself."""
     graphed.steps -= 1
