@@ -55,22 +55,31 @@ class Recorded(NamedTuple):
     layers: list[nn.Module]  # masked, pruned, dropping and N:M layers whose forwards ran
 
 
-def captured(step: Callable[[], Any], graph: Any, optimizers: Sequence[Optimizer], handles: list[GuardHandle], facts: Facts, name: str) -> Recorded | None:
-    """Capture a step; None where the optimisers have made state in it, which every replay would make anew: it has to run as it is first.
+def gradients_of(optimizers: Sequence[Optimizer]) -> list[tuple[Tensor, Tensor | None, int]]:
+    """As they are, with the versions of their values."""
+    found = [(p, p.grad) for o in optimizers for group in o.param_groups for p in group["params"]]
+    return [(p, grad, 0 if grad is None else grad._version) for p, grad in found]
+
+
+def captured(
+    step: Callable[[], Any], graph: Any, optimizers: Sequence[Optimizer], handles: list[GuardHandle], facts: Facts, zeroed: set[int], name: str
+) -> Recorded | None:
+    """Capture a step; None where the optimisers have made state in it, which every replay would make anew: it has to run as it is first. `zeroed`: ids of
+    parameters whose gradients it drops, before it makes its own.
 
     Raises: UnsupportedError and ConfigError where no replay could be the step; no step was taken then.
     """
     before, recorded = _Before(optimizers, handles, facts), None
     try:
         with _translated(name):
-            recorded = _recorded(step, graph, before, name)
+            recorded = _recorded(step, graph, before, zeroed, name)
     finally:
         if recorded is None:
             before.put_back()
     return recorded
 
 
-def _recorded(step: Callable[[], Any], graph: Any, before: _Before, name: str) -> Recorded | None:
+def _recorded(step: Callable[[], Any], graph: Any, before: _Before, zeroed: set[int], name: str) -> Recorded | None:
     with _counting(before.handles) as steps, noting() as noted:
         result = graph.record(step)
     if any(n != 1 for n in steps):
@@ -91,14 +100,14 @@ def _recorded(step: Callable[[], Any], graph: Any, before: _Before, name: str) -
         fix = "graph the part of each optimiser as a step of its own, or leave out forwards behind the step; or go on without a graph."
         raise UnsupportedError(message(f"{what}; the step was not taken.", late, fix))
     layers = [m for m in noted if isinstance(m, nn.Module)]
-    after = [(p, p.grad) for p, _ in before.gradients]
-    added = [(p, grad) for (p, grad), version in zip(before.gradients, before.versions, strict=True) if _adds_to(p, grad, version)]
+    after = [(p, p.grad) for p, _, _ in before.gradients]
+    added = [(p, grad) for p, grad, version in before.gradients if (id(p) not in zeroed if grad is None else _adds_to(p, grad, version))]
     return Recorded(graph, result, after, added, [(g, g.last) for h in before.handles for g in h._guarded], layers)
 
 
-def _adds_to(p: Tensor, grad: Tensor | None, version: int) -> bool:
+def _adds_to(p: Tensor, grad: Tensor, version: int) -> bool:
     """Whether a step uses the gradient that it has found. One that leaves none has found one from outside; one that leaves another has dropped it."""
-    return grad is None or grad is p.grad or (p.grad is None and grad._version != version)
+    return grad is p.grad or (p.grad is None and grad._version != version)
 
 
 def _read_late(noted: list[object]) -> str | None:
@@ -138,8 +147,7 @@ class _Before:
 
     def __init__(self, optimizers: Sequence[Optimizer], handles: list[GuardHandle], facts: Facts) -> None:
         self.optimizers, self.handles = optimizers, handles
-        self.gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for group in facts.groups for p in group["params"]]
-        self.versions = [0 if grad is None else grad._version for _, grad in self.gradients]
+        self.gradients = gradients_of(optimizers)
         self.entries, self.counts = keys_of(optimizers), host_values(facts)
         self.state = [(d, k, v) for d in (*facts.groups, *(state for o in optimizers for state in o.state.values())) for k, v in d.items() if facts.lies(v)]
 
@@ -149,7 +157,7 @@ class _Before:
 
     def put_back(self) -> None:
         """Undo what Python has made since, and nothing has computed."""
-        for p, grad in self.gradients:
+        for p, grad, _ in self.gradients:
             p.grad = grad
         for o in self.optimizers:
             for p, state in list(o.state.items()):

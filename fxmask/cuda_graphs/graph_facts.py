@@ -104,7 +104,10 @@ class Facts:
 
 def _forward_of(kind: type) -> Any:
     """What a class has for its forward: asked for by attribute, a classmethod and a partialmethod are new objects each time."""
-    return next((c.__dict__["forward"] for c in kind.__mro__ if "forward" in c.__dict__), None)
+    for c in kind.__mro__:
+        if "forward" in c.__dict__:
+            return c.__dict__["forward"]
+    return None
 
 
 def _settings() -> Hashable:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..guards.guard_handle import GuardHandle, handles_of
 from ..kernels.errors import ConfigError, UnsupportedError, message, warn
 from ..passes.state.site_mask import masks_any
-from .graph_capture import Recorded, captured, recorder
+from .graph_capture import Recorded, captured, gradients_of, recorder
 from .graph_facts import Facts
 from .graph_rebuild import Rebuilds
 
@@ -35,6 +35,7 @@ class Graphed(Generic[T]):
         self._device = next(p for o in optimizers for group in o.param_groups for p in group["params"]).device
         self._make = recorder(self._device)
         self._layers: dict[nn.Module, None] = {}  # masked, pruned and dropping ones of models that nobody has named, seen in a capture
+        self._zeroed: set[int] = set()  # ids of parameters whose gradients the step drops, before it makes its own
         self._shown: set[int] = set()  # ids of sites whose first masked gradient was looked at
         self._why, self._calls, self.captures, self.replays = "these were its first steps", 0, 0, 0
         self._drop()
@@ -108,6 +109,15 @@ class Graphed(Generic[T]):
 
     def _as_it_is(self) -> T:
         """A step that is not captured, on the stream of captures, as torch asks for before one; without the warning of optimisers that nothing is captured."""
+        found = gradients_of(self._optimizers)
+        result = self._beside()
+        for p, grad, version in found:
+            if grad is not None:
+                dropped = p.grad is not None and p.grad is not grad and grad._version == version
+                (self._zeroed.add if dropped else self._zeroed.discard)(id(p))
+        return result
+
+    def _beside(self) -> T:
         if self._stream is None:
             return self._step()
         now = torch.cuda.current_stream()
@@ -125,7 +135,7 @@ class Graphed(Generic[T]):
             self._compared(handles)
         assert self._facts is not None
         graph = self._make(next((r.graph.pool for r in self._graphs.values()), None), self._stream)
-        recorded = captured(self._step, graph, self._optimizers, handles, self._facts, self._name())
+        recorded = captured(self._step, graph, self._optimizers, handles, self._facts, self._zeroed, self._name())
         if recorded is not None:
             self.captures += 1
             self._layers.update(dict.fromkeys(m for m in recorded.layers if m not in self._facts.modules))

@@ -235,6 +235,17 @@ def test_a_gradient_from_outside_at_every_call():
     assert_same(*runs)
 
 
+def test_gradients_that_are_dropped_outside_now_and_then():
+    """At the beginning of an epoch, by whoever drops them in the step, too: the graph is captured where there are none, and uses none."""
+    graphed, plain = pair(**MIX)
+    for r in (graphed, plain):
+        for _ in range(6):
+            r.train(3)
+            r.model.zero_grad(set_to_none=True)
+    assert_same(graphed, plain)
+    assert graphed.step.captures == 1
+
+
 def test_gradients_that_a_step_adds_to_and_drops_before_it_makes_its_own():
     """As a GAN's in one step: the generator's backward leaves gradients with the other half, which nobody reads."""
 
