@@ -114,7 +114,8 @@ def _settings() -> Hashable:
     """Of the process: by these PyTorch chooses kernels and dtypes."""
     b = torch.backends
     matmul, conv = b.cuda.matmul, b.cudnn.conv  # type: ignore[attr-defined]
-    products = matmul.fp32_precision, conv.fp32_precision, matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+    sums = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_accumulation
+    products = matmul.fp32_precision, conv.fp32_precision, sums
     attention = b.cuda.flash_sdp_enabled(), b.cuda.mem_efficient_sdp_enabled(), b.cuda.math_sdp_enabled(), b.cuda.cudnn_sdp_enabled()
     return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), b.cudnn.deterministic, products, attention
 

@@ -305,6 +305,7 @@ def by(ask, change, *values):
 SETTINGS = {
     "deterministic": lambda: by(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
     "products of float32": lambda: by(lambda: MATMUL.fp32_precision, lambda to: setattr(MATMUL, "fp32_precision", to), "tf32"),
+    "sums of float16": lambda: by(lambda: MATMUL.allow_fp16_accumulation, lambda to: setattr(MATMUL, "allow_fp16_accumulation", to), True),
     "attention": lambda: sdpa_kernel([SDPBackend.MATH]),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "the default dtype": lambda: by(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
