@@ -87,10 +87,10 @@ def _recorded(step: Callable[[], Any], graph: Any, before: _Before, zeroed: set[
         raise ConfigError(message(what, name, "give fxmask.graphed the optimisers that this function steps, and let it take one step."))
     if keys_of(before.optimizers) != before.entries:
         return None
-    if before.replaced():
-        what = "an optimiser puts new tensors in place of its state, of which every replay would read those of the capture: expected one that writes in place"
-        where = ", ".join(type(o).__name__ for o in before.optimizers)
-        raise UnsupportedError(message(f"{what}; the step was not taken.", where, "let it use copy_, mul_ and their like, or go on without a graph."))
+    if replaced := before.replaced():
+        what = "the step puts new tensors in place of state or buffers, of which every replay would read those of the capture: expected writes in place"
+        fix = "let them use copy_, mul_ and their like, or go on without a graph."
+        raise UnsupportedError(message(f"{what}; the step was not taken.", ", ".join(replaced), fix))
     if moved(before.counts):
         what = "an optimiser counts on the host, which a CUDA graph holds fixed: expected one whose state lies on the device; the step was not taken."
         where = ", ".join(type(o).__name__ for o in before.optimizers)
@@ -149,11 +149,13 @@ class _Before:
         self.optimizers, self.handles = optimizers, handles
         self.gradients = gradients_of(optimizers)
         self.entries, self.counts = keys_of(optimizers), host_values(facts)
-        self.state = [(d, k, v) for d in (*facts.groups, *(state for o in optimizers for state in o.state.values())) for k, v in d.items() if facts.lies(v)]
+        own: list[tuple[object, Any]] = [(o, d) for o in optimizers for d in (*o.param_groups, *o.state.values())]
+        own += [(m, m._buffers) for m in facts.modules if type(m._buffers) is dict]  # TorchScript has others
+        self.state = [(type(owner).__name__, d, k, v) for owner, d in own for k, v in d.items() if facts.lies(v)]
 
-    def replaced(self) -> bool:
-        """Whether optimisers have other tensors on the device than before."""
-        return any(d.get(k) is not v for d, k, v in self.state)
+    def replaced(self) -> list[str]:
+        """The classes of optimisers and modules that have other tensors on the device than before."""
+        return sorted({owner for owner, d, k, v in self.state if d.get(k) is not v})
 
     def put_back(self) -> None:
         """Undo what Python has made since, and nothing has computed."""
@@ -165,7 +167,7 @@ class _Before:
                     del state[key]
                 if p not in self.entries:
                     del o.state[p]
-        for d, key, value in self.state:
+        for _, d, key, value in self.state:
             d[key] = value
         put_back(self.counts)
         for g in (g for h in self.handles for g in h._guarded):

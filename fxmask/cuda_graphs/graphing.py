@@ -57,9 +57,9 @@ def graphed(step: Callable[[], T], *optimizers: Optimizer, models: Iterable[nn.M
     Returns: a callable. It gives what `step` returns; of a replay the same tensors each time, which the next call overwrites. On a CPU every call runs `step`
     as it is.
     Raises: ConfigError (an optimiser without capturable=True; a step that steps a guarded optimiser other than once); UnsupportedError where a step cannot be
-    captured (masked_step; a layer behind the step that moves its mask; regrow by gradient in another mode than rigl; an optimiser that counts on the host,
-    or makes its state anew; whatever PyTorch refuses). Then no step was taken, and `step` itself can go on. Warns after 50 calls where fewer than half were
-    replays, with the reason.
+    captured (masked_step; a layer behind the step that moves its mask; regrow by gradient in another mode than rigl; an optimiser that counts on the host;
+    state or buffers that are made anew; whatever PyTorch refuses). Then no step was taken, and `step` itself can go on. Warns after 50 calls where fewer than
+    half were replays, with the reason.
     Cost: a replay, and on the host ten to twenty microseconds a masked layer; masks that are due are rebuilt after it. The memory of a step
     stays allocated. Masks, lists, scores and scalars of watched layers are rewritten in place from now on: a backward belongs before the next step.
     Not from a paper: CUDA graphs of PyTorch (`torch.cuda.graph`), which by themselves would never replay the host's counts.

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from unit import tape
 from unit.graphed_runs import BLOCK, MIX, RAMP, Run, assert_goes_on, assert_same, graphs, pair  # noqa: F401  (a fixture)
 
 import fxmask
@@ -164,7 +165,35 @@ def test_an_optimiser_that_makes_its_state_anew(place):
                 p.sub_(0.1 * group["rate"] * self.state[p]["m"])
 
     graphed, plain = pair(refresh=2, optimiser=Anew, schedule_lr=False)
-    with pytest.raises(UnsupportedError, match=r"(?s)puts new tensors in place of its state, .*was not taken\..*where: Anew"):
+    with pytest.raises(UnsupportedError, match=r"(?s)puts new tensors in place of state or buffers, .*was not taken\..*where: Anew"):
+        graphed.train(9)
+    go_on_without(graphed, plain)
+    assert_same(graphed, plain)
+
+
+class Mean(nn.Module):
+    """Puts a new tensor in place of its buffer, at one of two places in turns, as an allocator has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.other = torch.zeros(())
+
+    def forward(self, x):
+        new = 0.9 * self.mean + 0.1 * x.detach().mean()
+        if not tape.recording[0]:
+            new = self.other.copy_(new)
+            self.other = self.mean
+        self.mean = new
+        return x + new
+
+
+def test_a_module_that_makes_its_buffer_anew():
+    graphed, plain = (Run(False, **MIX) for _ in range(2))
+    for r in (graphed, plain):
+        r.model[1] = Mean()
+    graphed.step = fxmask.graphed(graphed.plain, graphed.optimiser, warmup=2)
+    with pytest.raises(UnsupportedError, match=r"(?s)puts new tensors in place of state or buffers, .*was not taken\..*where: Mean"):
         graphed.train(9)
     go_on_without(graphed, plain)
     assert_same(graphed, plain)
