@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,11 @@ def counted_layers(optimizer: Optimizer, scheduled: list[Scheduled]) -> list[nn.
     for yet."""
     free = [m for m, given in scheduled if m.__dict__.get("_fxmask_pruning_given") is given and m.__dict__["_fxmask_pruning_guard"] is None]
     return [m for m in free if any(group_of(optimizer, p) is not None for p in m.parameters())]
+
+
+def makers_of(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that a layer's weight is computed from, by a parametrisation or a pruning: all but those of its bias."""
+    return (p for name, p in layer.named_parameters() if name != "bias" and not name.startswith(("bias_", "parametrizations.bias.")))
 
 
 def warn_of_ranks(found: Iterable[tuple[str, Site, torch.Tensor | None]]) -> None:

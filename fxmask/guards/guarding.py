@@ -22,7 +22,7 @@ from ..passes.stepping.held import group_of
 from ..sites import required_sites
 from ..swap import MaskedLayer
 from .guard_handle import GuardHandle, masked_step_of
-from .guarded import shared_out, warn_of_ranks
+from .guarded import makers_of, shared_out, warn_of_ranks
 from .replaced import warn_of_dense_owners, warn_of_lost
 
 
@@ -132,7 +132,7 @@ def _warn_of_made_weights(optimizer: Optimizer, model: nn.Module, found: list[tu
 def _makers(model: nn.Module, site: Site) -> Iterator[nn.Parameter]:
     """The parameters that a weight is computed from: those of its layer but the bias, or those that its graph reads for it."""
     if isinstance(site, MaskedLayer):
-        yield from (p for name, p in site.named_parameters() if name != "bias" and not name.startswith(("bias_", "parametrizations.bias.")))
+        yield from makers_of(site)
         return
     for gm, call in _calls_of(model, site):
         yield from _parameters_behind(model, gm, call.args[0])

@@ -19,7 +19,7 @@ from ..passes.state.site import Site
 from ..passes.state.tensors import has_values
 from ..passes.stepping.guarded_weight import Guarded
 from ..passes.stepping.held import states_of
-from .guarded import Followed
+from .guarded import Followed, makers_of
 
 Stepped = tuple[str, Site, "Sequence[torch.Tensor]"]  # a mask by its name, and what an optimiser moves its weight by
 
@@ -29,7 +29,7 @@ def stepped_with(guarded: Sequence[Guarded], followed: Sequence[Followed]) -> li
     held = {id(g.site) for g in guarded}
     made = [s for s, w in followed if id(s) not in held and not isinstance(w, nn.Parameter)]
     own = [(g.name, g.site, [g.weight]) for g in guarded if isinstance(g.weight, nn.Parameter)]
-    return [*own, *((s._fxmask_name, s, [p for n, p in s.named_parameters() if not n.startswith(("bias", "parametrizations.bias."))]) for s in made)]
+    return [*own, *((s._fxmask_name, s, [*makers_of(s)]) for s in made)]
 
 
 def warn_of_lost_state(optimizer: Optimizer, new: Sequence[Stepped], pruned: Sequence[tuple[str, nn.Module]]) -> set[int]:

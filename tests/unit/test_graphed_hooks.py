@@ -190,20 +190,22 @@ def stepping(make):
     return runs
 
 
+def adding(r):
+    """A step that adds to the gradients that it finds, and leaves none."""
+
+    def plain():
+        loss = F.cross_entropy(r.model(r.x), r.y)
+        loss.backward()
+        r.optimiser.step()
+        r.optimiser.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return plain
+
+
 def test_a_gradient_from_outside():
     """The first half of a batch outside of the graph, where the graph has found no gradients: the step adds to them, or they would be lost."""
-
-    def make(r):
-        def plain():
-            loss = F.cross_entropy(r.model(r.x), r.y)
-            loss.backward()
-            r.optimiser.step()
-            r.optimiser.zero_grad(set_to_none=True)
-            return loss.detach()
-
-        return plain
-
-    runs = stepping(make)
+    runs = stepping(adding)
     for r in runs:
         r.train(7)
         for _ in range(2):
@@ -216,18 +218,7 @@ def test_a_gradient_from_outside():
 
 def test_a_gradient_from_outside_at_every_call():
     """New tensors, to which the step adds and which it drops: a graph would read the first ones for ever."""
-
-    def make(r):
-        def plain():
-            loss = F.cross_entropy(r.model(r.x), r.y)
-            loss.backward()
-            r.optimiser.step()
-            r.optimiser.zero_grad(set_to_none=True)
-            return loss.detach()
-
-        return plain
-
-    runs = stepping(make)
+    runs = stepping(adding)
     for r in runs:
         for _ in range(12):
             F.cross_entropy(r.model(2 * r.x + 1), r.y).backward()
