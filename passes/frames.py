@@ -13,3 +13,9 @@ def frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def makes_state() -> bool:
+    """Whether torch.distributed.checkpoint steps an optimiser to make its state, with lr 0 and zero gradients, before it loads one: no step of a training."""
+    made = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
+    return any((f.f_globals.get("__name__"), f.f_code.co_name) == made for f in frames())

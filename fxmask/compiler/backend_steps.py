@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..kernels.errors import UnsupportedError, first_of, message, warn
+from ..passes.frames import makes_state
 from .backend_missed import APPLY, CONTAINER, SKIPPED, missed
 from .backend_watch import Use, use_of
 from .shards import local, look
@@ -40,7 +41,7 @@ def asked() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or makes_state():
         return
     around: list[tuple[Use, Tensor]] = []
     unmet = []

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..kernels.errors import first_of, message, warn
-from ..passes.frames import frames
+from ..passes.frames import frames, makes_state
 from ..passes.state import ranks
 from ..passes.state.lost_guards import KEPT
 from ..passes.state.tensors import capturing
@@ -114,12 +114,8 @@ def is_nested(optimizer: Optimizer) -> bool:
 
 
 def is_no_step(optimizer: Optimizer) -> bool:
-    """Whether another step of this optimiser is running: the outermost alone is a step.
-
-    Nor is the one of lr 0 and zero gradients that torch.distributed.checkpoint.state_dict takes to make an optimiser's state before it loads one.
-    """
-    made = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
-    return is_nested(optimizer) or any((f.f_globals.get("__name__"), f.f_code.co_name) == made for f in frames())
+    """Whether another step of this optimiser is running, of which the outermost alone is a step; or one that makes its state."""
+    return is_nested(optimizer) or makes_state()
 
 
 def _shared(handle: GuardHandle, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..guards.lost_state import has_stepped
 from ..kernels.errors import first_of, message, warn
+from ..passes.frames import makes_state
 from ..passes.state.tensors import has_values
 from ..passes.stepping.held import ids_of
 
@@ -40,7 +41,7 @@ def _digest(mask: Tensor) -> bytes:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn of layers whose mask is a load's, where the optimiser had stepped the weight."""
-    if not _watched or torch.compiler.is_compiling():
+    if not _watched or torch.compiler.is_compiling() or makes_state():
         return
     held, lost = set(ids_of(optimizer)), []
     for of, before in list(_watched.data.items()):  # type: ignore[attr-defined]  # other threads may add to it

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..kernels.errors import first_of, message, warn
+from ..passes.frames import makes_state
 from ..passes.stepping.held import ids_of
 from .nm_attributes import LOGITS
 
@@ -33,7 +34,7 @@ def expect_learning(m: NMLayer, name: str) -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn of layers whose weight this optimiser holds and whose logits have a gradient that none takes: in its second step, as theirs may come behind it."""
-    if not _names or torch.compiler.is_compiling():
+    if not _names or torch.compiler.is_compiling() or makes_state():
         return
     held = set(ids_of(optimizer))
     with _adding:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...kernels.errors import first_of, message, warn
+from ..frames import makes_state
 from ..stepping.held import ids_of
 from .weak_sets import alive
 
@@ -40,7 +41,7 @@ def _is_left(site: Site) -> bool:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or not _waiting:  # in this order: Dynamo would guard on layers that may be gone before it has
+    if torch.compiler.is_compiling() or not _waiting or makes_state():  # in this order: Dynamo would guard on layers that may be gone before it has
         return
     ids = ids_of(optimizer)
     if _without.get(optimizer) == ids:

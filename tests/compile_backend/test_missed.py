@@ -7,6 +7,7 @@ import torch
 from compile_backend.helpers import OPTIONS, Wrap, compiled, steps_of
 from sample_models import mlp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import fxmask
 from fxmask.compiler import backend, backend_steps
@@ -179,6 +180,16 @@ def test_one_layer_outside_of_every_graph():
     model = Partly()
     with pytest.raises(UnsupportedError, match=r"gradients of b of a model"):
         steps_of(model, compiled(model, **OPTIONS, require=True), 1)
+
+
+def test_the_state_of_an_optimiser_may_be_loaded_before_the_first_forward():
+    """torch.distributed.checkpoint steps it to make the state that it loads into."""
+    model = mlp()
+    optimiser = torch.optim.AdamW(model.parameters())
+    call = compiled(model, **OPTIONS, require=True)
+    state = get_optimizer_state_dict(model, optimiser)
+    set_optimizer_state_dict(model, optimiser, state)
+    steps_of(model, call, 1)
 
 
 def test_a_pattern_of_require_that_names_nothing_is_no_error_here():

@@ -13,6 +13,7 @@ import pytest
 import torch
 from sample_models import mlp
 from torch import optim
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import fxmask
 from fxmask import FxMaskWarning
@@ -59,6 +60,22 @@ def test_a_step_on_a_copy_warns_once(copier):
         train(twin, other)
     assert len(caught) == 1 and is_step(caught[0])
     train(twin, other)
+
+
+@pytest.mark.parametrize("guards", [True, False])
+def test_a_step_that_makes_an_optimisers_state_is_not_the_first(guards):
+    """torch.distributed.checkpoint takes one before it loads a state, and the guard comes behind that. Any warning is an error."""
+    model, optimiser, _ = guarded()
+    train(model, optimiser)
+    twin, state = saved(model), get_optimizer_state_dict(model, optimiser)
+    other = optim.AdamW(twin.parameters())
+    set_optimizer_state_dict(twin, other, state)
+    if guards:
+        fxmask.guard(other, twin)
+        train(twin, other)
+    else:
+        with pytest.warns(FxMaskWarning, match=TEXT):
+            train(twin, other)
 
 
 @pytest.mark.parametrize("meant", ["guard", "guard and remove", "step", "free", "removed", "restore"])

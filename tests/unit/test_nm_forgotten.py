@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import fxmask
 from fxmask import FxMaskWarning, NMMask
@@ -56,6 +57,21 @@ def test_going_back_to_weights_of_before_is_noticed_too():
     steps(model, optimiser, 2)
     model.load_state_dict(best)
     assert not all(torch.equal(m, masks[n]) for n, m in fxmask.masks(model).items())
+    with pytest.warns(FxMaskWarning, match=BUILT):
+        steps(model, optimiser, 1)
+
+
+def test_a_step_that_makes_an_optimisers_state_is_not_the_first():
+    """torch.distributed.checkpoint takes one before it loads a state."""
+    torch.manual_seed(0)
+    model = net()
+    optimiser = optim.AdamW(model.parameters(), 0.1)
+    steps(model, optimiser, 3)
+    weights, state = copy.deepcopy((model.state_dict(), get_optimizer_state_dict(model, optimiser)))
+    model = net()
+    optimiser = optim.AdamW(model.parameters())
+    model.load_state_dict(weights)
+    set_optimizer_state_dict(model, optimiser, state)
     with pytest.warns(FxMaskWarning, match=BUILT):
         steps(model, optimiser, 1)
 
