@@ -312,6 +312,22 @@ def test_an_old_guard_that_is_removed_leaves_the_new_one_alone():
     assert list(new.policies) == ["0.weight"] and fxmask.explain(model).rows[0]["step"] == 1 and old.policies == {}
 
 
+@pytest.mark.parametrize("options", [dict(masked_weights="freeze"), dict(masked_step=True)], ids=["freeze", "masked_step"])
+def test_an_old_guard_takes_up_nothing_that_was_masked_anew(options):
+    """It ended with the restore: a layer that is unfrozen after that is the new one's."""
+    model = fxmask.apply(torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(2))), ratio=0.5, block=(8, 8), refresh=2)
+    model[1].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    old = fxmask.guard(optimizer, model, "free")
+    fxmask.apply(fxmask.restore(model), ratio=0.5, block=(8, 8), refresh=2)
+    new = fxmask.guard(optimizer, model, **options)
+    model[1].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    model(torch.randn(2, 32)).sum().backward()
+    optimizer.step()
+    assert new.policies == {"0.weight": "freeze", "1.weight": "freeze"} and old.policies == {}
+
+
 def test_a_step_that_fails_leaves_a_copy_uncounted(monkeypatch):
     model = fxmask.apply(mlp(), ratio=0.7, schedule=fxmask.Schedule("cubic", steps=4))
     fxmask.step(model, 0)
