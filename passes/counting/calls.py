@@ -120,13 +120,19 @@ class Call:
         return {p.weight for p in self.inputs if p.weight}
 
     @property
+    def aliases(self) -> bool:
+        """Whether the op's schema says that all that it gives is memory of its arguments, and that it writes nothing."""
+        schema = getattr(self.func, "_schema", None)
+        return schema is not None and not schema.is_mutable and bool(schema.returns) and all(r.alias_info is not None for r in schema.returns)
+
+    @property
     def is_view(self) -> bool:
         """Whether nothing is moved: every output is memory of an input, and none is written to."""
         schema = getattr(self.func, "_schema", None)
         if schema is None or schema.is_mutable or not self.outputs:
             return False
-        known = {p.storage for p in self.inputs}
-        return all(p.storage in known for p in self.outputs)
+        known = {p.storage for p in self.inputs}  # on fake tensors a view of a real one, such as a constant, lies elsewhere
+        return self.aliases or all(p.storage in known for p in self.outputs)
 
 
 def typical_mask(grid: tuple[int, int], keep: int) -> Tensor:

@@ -7,7 +7,7 @@ buffers are replaced by fake ones for the time of the run, and every attribute o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -67,22 +67,24 @@ def capture(
     with unchanged(root), plain_ops(), torch.compiler.set_stance("force_eager"):
         computed, traced = masks_of_computed(root), masks_in_traces(root)
         parameters, buffers = swap(root, faked)
-        for name, t in placeholders(gm, args):
-            if isinstance(t, nn.Parameter):  # Dynamo gives the model's parameters as inputs
+        given = [(name, t) for name, t in placeholders(gm, args) if isinstance(t, Tensor)]  # Dynamo gives the model's tensors as inputs
+        for name, t in given:
+            if isinstance(t, nn.Parameter):
                 parameters.setdefault(name, t)
         inputs = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
         fake_args, fake_kwargs = tree_map(lambda a: faked(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs or {})))
         origins, sites = _origins(faked, parameters, buffers, inputs), _named_sites(root)
+        origins.neutral |= {storage_of(faked(t)) for name, t in given if "_fxmask_" in name}  # what masks hold
         origins.computed, origins.masked_dw = computed, {name for name, m in sites.items() if _wants_kept_dw(m)}
         cached = [(m, m._fxmask_mask) for m in root.modules() if isinstance(m, Site) and m._fxmask_mask is not None]
         origins.cached = {storage_of(mask): (block, shape) for mask, block, shape in traced}
         origins.cached |= {storage_of(mask): (m._fxmask_config.block, m._fxmask_shape) for m, mask in cached}
         lists = [m._fxmask_lists for m, _ in cached if m._fxmask_lists is not None]
         before = {storage_of(t) for t in (*map(faked, inputs), *lists)} | {*origins.cached}
-        recorder = Recorder({id(m): name for name, m in root.named_modules()}, origins, faked.made, progress)
+        recorder = Recorder({id(m): name for name, m in root.named_modules()}, origins, faked.made, faked.views(parameters.values()), progress)
         run = _Nodes(gm, recorder).run if gm is not None else root
         with mode, quiet():
-            saved, ran = _step(lambda: run(*fake_args, **fake_kwargs), recorder, before, backward)
+            saved, ran = _step(lambda: run(*fake_args, **fake_kwargs), recorder, before, backward, parameters.values())
         read = {p.weight for c in recorder.calls for p in c.inputs}  # whatever else is made of a parameter, some op has read that alone
         idle = kept_of_idle(sites, parameters, read)
     by_element, unknown = kept_of_nm(root, parameters)
@@ -127,11 +129,13 @@ def _origins(faked: Fakes, parameters: dict[str, Tensor], buffers: dict[str, Ten
     return origins
 
 
-def _step(run: Callable[[], Any], recorder: Recorder, known: set[int], backward: bool) -> tuple[list[Saved], bool]:
+def _step(run: Callable[[], Any], recorder: Recorder, known: set[int], backward: bool, parameters: Iterable[Tensor]) -> tuple[list[Saved], bool]:
     """Forward and backward under the recorder: what autograd saved that was not `known`, and whether a backward ran."""
     saved: list[Saved] = []
     with recorder, torch.enable_grad() if backward else torch.no_grad():
         try:
+            for p in parameters:  # what is made of a real one before, such as a view that a closure holds, has its gradient written there
+                recorder.watch(p)
             with _saves(recorder, saved, known) if backward else nullcontext():  # what a backward recomputes is held for a moment only
                 out = run()
             return saved, _backward(out) if backward else False

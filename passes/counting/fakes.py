@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...kernels.errors import UnsupportedError, message
 from ..state import pruning_schedule, tensors
 from ..state.site import Site
-from .calls import typical_mask
+from .calls import storage_of, typical_mask
 
 FAKES_LOG = "torch._subclasses.fake_tensor"
+Views = dict[int, list[tuple[Tensor, Tensor]]]  # by storage: the real parameters that lie in it, and the fake ones in their places
 
 
 @contextmanager
@@ -62,6 +63,12 @@ class Fakes:
             self.made[id(t)] = (t, fake)
         return self.made[id(t)][1]
 
+    def views(self, parameters: Iterable[Tensor]) -> Views:
+        found: Views = {}
+        for p in parameters:
+            found.setdefault(storage_of(p), []).append((p, self(p)))
+        return found
+
 
 def swap(root: nn.Module, faked: Fakes) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Put fake parameters and buffers in place of the real ones, which are returned by their names."""
@@ -71,9 +78,11 @@ def swap(root: nn.Module, faked: Fakes) -> tuple[dict[str, Tensor], dict[str, Te
         own: tuple[dict[str, Any], ...] = (m._parameters, m._buffers)
         for table in own:
             table.update({name: faked(t) for name, t in table.items() if t is not None})
-        constants = {name: t for name, t in m.__dict__.items() if isinstance(t, Tensor) and t.is_meta and not name.startswith("_fxmask_")}
-        m.__dict__.update({name: faked(t) for name, t in constants.items()})  # with the weights they move to where fake ones are
     swapped = {id(t): faked(t) for t in (*parameters.values(), *buffers.values())}
+    views = faked.views(parameters.values())
+    for m in root.modules():
+        constants = {name: t for name, t in m.__dict__.items() if isinstance(t, Tensor) and t.is_meta and not name.startswith("_fxmask_")}
+        m.__dict__.update({name: faked(t) for name, t in constants.items() if view_of(t, views) is t})  # with the weights they move to where fake ones are
     seen: set[int] = set()
     for m in root.modules():
         _refer(m.__dict__, swapped, seen)
@@ -85,6 +94,18 @@ def swap(root: nn.Module, faked: Fakes) -> tuple[dict[str, Tensor], dict[str, Te
         if "_fxmask_nm_lost" in m.__dict__:
             m.__dict__["_fxmask_nm_lost"] = False  # an N:M mask without values will do
     return parameters, buffers
+
+
+def view_of(t: Tensor, views: Views) -> Tensor:
+    """The same view of a fake parameter as `t` is of the real one, for an op below autograd; `t` itself where it is no view of any."""
+    if type(t) is not Tensor or t.layout != torch.strided:
+        return t
+    end = t.storage_offset() + 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    for real, fake in views.get(storage_of(t), ()):
+        begin = real.storage_offset()
+        if t.dtype == real.dtype and begin <= t.storage_offset() and end <= begin + real.numel():
+            return torch.as_strided(fake.detach(), t.shape, t.stride(), t.storage_offset() - begin)
+    return t
 
 
 def _refer(value: Any, swapped: dict[int, Tensor], seen: set[int]) -> Any:

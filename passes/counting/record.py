@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..frames import frames
 from .calls import Call
+from .fakes import Views, view_of
 from .origins import Origins
 from .shapes import run
 from .work import weights_gradients
@@ -34,13 +35,16 @@ SILENT = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", 
 class Recorder(TorchDispatchMode):
     """Writes down the ops of a model inside a FakeTensorMode.
 
-    `modules`: {id(module): name}; `fakes`: {id of a real tensor: (it, and the fake one in its place)}; `progress`: told how many ops there are so far.
+    `modules`: {id(module): name}; `fakes`: {id of a real tensor: (it, and the fake one in its place)}; `views`: of the parameters, for views of real ones;
+    `progress`: told how many ops there are so far.
     """
 
-    def __init__(self, modules: dict[int, str], origins: Origins, fakes: dict[int, tuple[Tensor, Tensor]], progress: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, modules: dict[int, str], origins: Origins, fakes: dict[int, tuple[Tensor, Tensor]], views: Views, progress: Callable[[int], None] | None
+    ) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self.modules, self.origins, self.fakes, self.progress = modules, origins, fakes, progress
+        self.modules, self.origins, self.fakes, self.views, self.progress = modules, origins, fakes, views, progress
         self.node, self.stack = "", ""  # of the graph that is being run
         self.frames: dict[int, tuple[FrameType, str]] = {}  # every call of a module that ran an op, and its name; a frame that is held keeps its id
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}  # real tensors that a gradient would be written to, and the one that they had
@@ -77,14 +81,19 @@ class Recorder(TorchDispatchMode):
         self._note(func, args, kwargs, out, now)
         return out
 
+    def watch(self, t: Tensor) -> None:
+        """Set the gradients of a real tensor, or of what it was made of, aside, so that this run's are seen: until `restore`."""
+        for leaf in _leaves(t) if t.requires_grad and id(t) not in self.leaves else ():
+            if id(leaf) not in self.leaves:
+                self.leaves[id(leaf)] = (leaf, leaf.grad)
+                leaf.grad = None
+
     def _fake_of(self, a: Any) -> Any:
         """The fake tensor in the place of a real one, which an object or a closure of the model has kept."""
         if not isinstance(a, Tensor) or isinstance(a, FakeTensor):
             return a
-        if a.requires_grad and a.is_leaf and id(a) not in self.leaves:
-            self.leaves[id(a)] = (a, a.grad)
-            a.grad = None  # so that this run's is seen
-        return self.fakes.get(id(a), (a, a))[1]
+        self.watch(a)
+        return self.fakes[id(a)][1] if id(a) in self.fakes else view_of(a, self.views)
 
     def _keep(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note what a real tensor holds before an op writes to it: one that is no parameter and no buffer has no fake in its place."""
@@ -141,6 +150,18 @@ class Recorder(TorchDispatchMode):
                     self.frames.setdefault(id(frame), (frame, name))
                     found = found or (".".join(p for p in (name, self.stack if isinstance(m, torch.fx.GraphModule) else "") if p), type(m).__name__)
         return found or (self.stack, "")
+
+
+def _leaves(t: Tensor) -> list[Tensor]:
+    """The tensors that a backward writes a gradient to: itself, or what it was made of before the run."""
+    if t.is_leaf:
+        return [t]
+    found, nodes = list[Tensor](), list[Any]([t.grad_fn])
+    for node in nodes:  # grows
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        nodes += [n for n, _ in node.next_functions if n is not None and n not in nodes]
+    return found
 
 
 def _in_a_call() -> bool:
