@@ -32,6 +32,7 @@ FACTORS = {
     "aten.convolution": ("input", "weight"),
     **{f"fxmask.{name}_linear": ("x", "w") for name in ("masked", "pruned", "dropped")},
 }
+MASKED = ("fxmask.masked_linear", "fxmask.pruned_linear")
 BACKEND = (
     "The model is compiled by backend='fxmask', whose masks live in the compiled graphs alone: it is counted as it is without them; "
     "analyse fxmask.apply(model, ...) with the backend's options."
@@ -66,8 +67,10 @@ def _of_unknown_masks(recording: Recording) -> Iterator[str]:
         at_edges = ", but at ragged edges with another number of elements" if drawn & ragged else ""
         if drawn:
             yield f"{len(drawn)} weights {what}: their masks are drawn at random, with exactly as many kept blocks as real ones have{at_edges}."
-    if recording.uncounted:
-        what = f"{len(recording.uncounted)} masked weights come without the number of their kept blocks: they are counted as dense, an upper bound; "
+    given = [c.named for c in recording.calls if c.op in MASKED and not c.backward]
+    uncounted = recording.uncounted | {a["w"].weight for a in given if isinstance(a.get("mask"), Place) and a["mask"].mask is None}
+    if uncounted:
+        what = f"{len(uncounted)} masked weights come without the number of their kept blocks: they are counted as dense, an upper bound; "
         yield f"{what}analyse the model itself."
 
 

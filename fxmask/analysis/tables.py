@@ -161,7 +161,7 @@ def masks_of(forward: list[Work], recording: Recording) -> dict[str, tuple[tuple
     """Block, kept blocks and kept elements of every parameter whose mask a forward uses: of all of it, though an op reads a part."""
     sizes = {name: p.numel() for name, p in recording.parameters.items()}
     found = {w.weight: (w.block, w.nnzb, w.kept) for w in forward if w.kept is not None and w.weight in sizes}
-    read = {p.weight: p.mask for w in forward if w.call for p in w.call.inputs if p.weight in sizes and p.mask is not None}
+    read = {p.weight: p.mask for w in forward if w.call for p in w.call.inputs if p.weight in sizes and p.mask is not None and p.mask.block is not None}
     for name, m in read.items():
         if m.block and m.shape and prod(m.shape) == sizes[name] and tuple(m.values.shape) == grid_shape(m.shape, m.block):
             found[name] = m.block, int(m.values.sum()), int(kept_elements(m.values, m.shape, m.block))

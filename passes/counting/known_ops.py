@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 
 def _aten(names: str) -> frozenset[str]:
     return frozenset(f"aten.{n}" for n in names.split())
@@ -62,3 +66,12 @@ OVERWRITES = _aten("copy_ fill_ zero_ bernoulli_ uniform_ normal_ exponential_ r
 SUMS = _aten("index_add_ scatter_add_ scatter_reduce_")  # add to what is there
 ELEMENTS = _aten("scatter_ scatter_add_ scatter_reduce_")  # an element of the first argument for each of the index
 SCATTERS = SUMS | ELEMENTS | _aten("index_put_ index_copy_ index_fill_")  # write parts of their first argument
+KEEP_ELEMENTS = _aten("""
+    _to_copy clone copy copy_ contiguous flip roll tril triu index index_select gather embedding cat stack repeat constant_pad_nd sort native_dropout
+    fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
+""")  # whose results have the elements of an argument, or nearly so, or 0 in their place
+
+
+def is_pointwise(call: Any) -> bool:
+    """Whether an op computes each element of what it gives by itself."""
+    return call.op in POINTWISE or torch.Tag.pointwise in getattr(call.func, "tags", ())

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from ...kernels import dense_cost
 from ...kernels.cost import Cost
 from .calls import Call, Place
-from .known_ops import ELEMENTS, GATHERS, KNOWN, NOTHING, OVERWRITES, SCATTERS, SUMS
+from .known_ops import ELEMENTS, GATHERS, KNOWN, NOTHING, OVERWRITES, SCATTERS, SUMS, is_pointwise
 from .work import ELEMENTWISE, FREE, RULES, UNKNOWN, Target, Work, phase_of
 
 LINEARS = ("fxmask.masked_linear", "fxmask.pruned_linear", "fxmask.dropped_linear")
@@ -27,7 +27,7 @@ def work_of(call: Call, target: Target) -> list[Work]:
     found = RULES.get(call.op)
     if found is not None:
         return found(call, target)
-    known = call.op in KNOWN or torch.Tag.pointwise in getattr(call.func, "tags", ())
+    known = call.op in KNOWN or is_pointwise(call)
     cost = stream_of(call)
     if known and target.elementwise:
         n = max([p.numel for p in (*call.inputs, *call.outputs)], default=0)

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from ...kernels.grid import as_matrix, grid_shape, matrix_shape
 from ..graphs.graph_calls import BLOCK_INDEX
 from .calls import Call, Mask, Place, is_real, storage_of, typical_mask
+from .known_ops import KEEP_ELEMENTS, is_pointwise
 
-KEEP_ZEROS = {"aten.mul", "aten.div", "aten.where", "aten.copy_", "fxmask.graft"}  # ops of several tensors whose result is 0 wherever one of them is masked
+KEEP_ZEROS = {"aten.mul", "aten.div", "aten.where", "aten.copy_", "fxmask.graft"}  # of several tensors, where the result may be 0 wherever one of them is
 SHIFTS = {"aten.add", "aten.add_", "aten.sub", "aten.sub_", "aten.rsub"}  # whatever is added, a number too, no zero is left
+OTHERS = (-0.7, 1.3)  # what an op of a masked element may be given beside it
 
 
 class Origins:
@@ -43,11 +46,16 @@ class Origins:
         elif key in self._derived:
             name, mask = self._derived[key]
         elif not isinstance(t, FakeTensor):  # a constant of the model's code
-            neutral = True
-            block, shape = self.cached.get(key, (None, None))
-            mask = Mask(t, block, shape=shape) if t.dtype == torch.bool and t.dim() in (0, 2) and not t.is_meta else None
+            neutral, mask = True, self._constant(t)
+        elif neutral and key in self.values:  # a buffer, as a trace by make_fx has its constants; of inputs, what a mask holds
+            mask = self._constant(self.values[key])
         offset = int(t.storage_offset()) * t.dtype.itemsize
         return Place(tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, key, name, whole, mask, neutral, offset)
+
+    def _constant(self, t: Tensor) -> Mask | None:
+        """The mask, or the flag of `rigl`, that a tensor with values is, if it is one."""
+        block, shape = self.cached.get(storage_of(t), (None, None))
+        return Mask(t, block, shape=shape) if t.dtype == torch.bool and t.dim() in (0, 2) and is_real(t) else None
 
     def mask_made(self, call: Call, args: Any, kwargs: Any, module: str) -> Mask | None:
         """The mask that a call makes. Of a `block_index` its values, from the real weight; typical ones where there are no real values."""
@@ -80,7 +88,7 @@ class Origins:
                 return
         if key in self.real:  # likewise
             return
-        mask = made or _inherited(call)
+        mask = made or _inherited(call, t)
         name = "+".join(sorted({n for p in inputs for n in p.weight.split("+") if n}))
         if not name:
             self.neutral.add(key)
@@ -94,11 +102,52 @@ class Origins:
             self._copies[key] = real
 
 
-def _inherited(call: Call) -> Mask | None:
-    """The mask of what is made of a masked weight: zeros stay where they are unless something is added, or numbers of another tensor multiplied as a matrix."""
-    if call.op in SHIFTS or (call.op not in KEEP_ZEROS and sum(p.dtype.is_floating_point and p.numel > 1 for p in call.inputs) > 1):
+def _inherited(call: Call, made: Tensor) -> Mask | None:
+    """The mask of what is made of a masked weight: an op that moves elements keeps zeros, and one that computes each by itself does where it gives 0 for 0.
+
+    One that fills them gives what is made of a mask and has no blocks. None of what something is added to, or is multiplied as a matrix.
+    """
+    masks = [p.mask for p in call.inputs if p.mask is not None]
+    mask = next((m for m in masks if m.block is not None), masks[0] if masks else None)
+    several = sum(p.dtype.is_floating_point and p.numel > 1 for p in call.inputs) > 1
+    if mask is None or call.op in SHIFTS or (several and call.op not in KEEP_ZEROS):
         return None
-    return next((p.mask for p in call.inputs if p.mask is not None), None)
+    if call.op == "aten.expand" and mask.shape is None and mask.values.dim() == 2 and made.dim() == 4:  # of a mask that a graph was given, bit by bit
+        return mask._replace(block=(int(made.shape[1]), int(made.shape[3])))
+    if call.op == "fxmask.graft":  # has the gradient of the other one
+        return mask._replace(whole_dw=_reaches_all(call.named["other"]))
+    if call.aliases or call.op in KEEP_ELEMENTS or not made.dtype.is_floating_point:
+        return mask
+    if call.op == "aten.where" and isinstance(other := call.args[2], Place):
+        if other.neutral and other.numel == 1:  # a 0 to mask with
+            with _disable_current_modes():
+                return mask._replace(whole_dw=bool(mask.values.all()), shape=mask.shape or matrix_shape(made.shape))
+        if isinstance(value := call.args[1], Place) and value.weight == other.weight != "":  # straight-through: what is added of the same weight is 0
+            return mask._replace(whole_dw=_reaches_all(value), shape=mask.shape or matrix_shape(made.shape))
+    return mask if is_pointwise(call) and _gives_zero(call) else mask._replace(block=None)
+
+
+def _reaches_all(p: Place) -> bool:
+    """Whether the gradient of what a masked weight is made of reaches all of its elements."""
+    return p.mask is None or p.mask.whole_dw
+
+
+def _gives_zero(call: Call) -> bool:
+    """Whether an op that computes each element by itself gives 0 where a masked weight has it, whatever its other arguments are."""
+
+    def one(a: Any) -> Any:
+        if not isinstance(a, Place):
+            return a
+        if a.dtype == torch.bool:
+            return torch.tensor([False, a.mask is None], device="cpu")
+        return torch.tensor(OTHERS if a.mask is None or a.mask.block is None else (0.0, 0.0), device="cpu")
+
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            found = call.func(*tree_map(one, call.args), **tree_map(one, call.kwargs))
+        except (RuntimeError, TypeError):
+            return False
+        return isinstance(found, Tensor) and not found.any()
 
 
 def _either(call: Call) -> Mask | None:

@@ -108,7 +108,7 @@ def _block(mask: Node, made: list[Node]) -> tuple[int, int] | None:
 
 def _put_on(mask: Node, made: list[Node]) -> Any:
     """The weight that a mask is put on: of a cached one, what the mask meets first."""
-    met = (n for node in made for n in node.all_input_nodes if n not in made)
+    met = (n for node in made for n in node.all_input_nodes if n not in made and not is_index(n))  # the flag of `rigl` is a bool
     return mask.args[0] if mask.target is BLOCK_INDEX else next(met, None)
 
 

@@ -132,6 +132,7 @@ class Multiplies(nn.Module):
 def test_a_mask_that_nobody_knows_is_counted_as_dense():
     report = analyze(Multiplies(), torch.randn(8, 96, requires_grad=True), torch.zeros(4, 6, dtype=torch.bool))
     assert {r["phase"]: r["flop"] for r in report.tables["nodes"] if "masked_linear" in r["op"]} == dict.fromkeys(("fwd", "dX", "dW"), 2 * 8 * 64 * 96)
+    assert any(n.startswith("1 masked weights come without the number of their kept blocks: they are counted as dense") for n in report.notes)
 
 
 def test_bytes_of_an_embedding():

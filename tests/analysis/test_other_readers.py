@@ -2,12 +2,32 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from analysis.counted import Apply, analyze
 from analysis.unchanged import unchanged
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
-TOKENS = 24
+import fxmask
+
+TOKENS, BLOCK = 24, (16, 16)
 DENSE = 2 * TOKENS * 48 * 64
+
+
+class Reads(nn.Module):
+    """A Linear whose weight is used as `how` says."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.fc, self.how = nn.Linear(64, 48, bias=False), how
+
+    def forward(self, x):
+        return self.how(x, self.fc.weight)
+
+
+def masked(how, **options):
+    torch.manual_seed(0)
+    return fxmask.apply(Reads(how), fxmask.WeightMask(0.75, BLOCK, **options), overrides={"fc": {"read": "weight"}})
 
 
 def tokens():
@@ -64,3 +84,83 @@ def test_what_is_made_of_another_models_weight_leaves_no_gradient_there():
     other = nn.Linear(64, 48)
     twice = (other.weight * 2).t()
     assert sum(of_phases(analyze(Apply(lambda x: x @ twice), tokens()))) == 3 * DENSE and other.weight.grad is None
+
+
+# ---- what is made of a masked weight -------------------------------------------------------------------------------------------------------------------
+
+KEEP = {
+    "relu": lambda w: w.relu(),
+    "tanh": lambda w: w.tanh() * 3,
+    "abs": lambda w: w.abs(),
+    "normalised": F.normalize,
+    "rolled": lambda w: w.roll(1, 0),
+    "rows in another order": lambda w: w[torch.arange(47, -1, -1)],
+    "dropped": lambda w: F.dropout(w, 0.5),
+    "cast": lambda w: w.bfloat16().float(),
+}
+FILL = {
+    "exp": lambda w: w.exp(),
+    "sigmoid": lambda w: w.sigmoid(),
+    "softmax": lambda w: w.softmax(-1),
+    "cos": lambda w: w.cos(),
+    "a lower bound": lambda w: w.clamp(min=0.1),
+    "layer norm": lambda w: F.layer_norm(w, (64,)),
+    "sums": lambda w: w.cumsum(0),
+    "reciprocal": lambda w: w.reciprocal(),
+    "divides": lambda w: torch.ones(48, 64) / w,
+}
+
+
+@pytest.mark.parametrize("name", [*KEEP, *FILL])
+def test_zeros_that_an_op_keeps_are_left_out_and_those_that_it_fills_are_not(name):
+    made = {**KEEP, **FILL}[name]
+    report = analyze(masked(lambda x, w: F.linear(x, made(w))), tokens())
+    assert of_phases(report) == ((DENSE // 4 if name in KEEP else DENSE),) * 3 and of_phases(report, "flop_dense") == (DENSE,) * 3
+    assert report.summary["params_kept"] == 48 * 64 // 4
+
+
+MODES = [("masked", 0), ("ste", 0), ("rigl", 0), ("rigl", 1)]  # and the step: of rigl every second one is dense
+
+
+@pytest.mark.parametrize("refresh", [1, 3])
+@pytest.mark.parametrize(("mode", "step"), MODES)
+@pytest.mark.parametrize("layer", ["read", "convolution"])
+def test_the_weights_gradient_in_a_trace_is_counted_as_in_the_model(layer, mode, step, refresh):
+    """A trace holds ops and no mode: which blocks of dW are wanted is what its ops let through."""
+    config = fxmask.WeightMask(0.75, BLOCK, backward=mode, refresh=refresh, dense_every=2)
+    torch.manual_seed(0)
+    if layer == "read":
+        model, x = fxmask.apply(Reads(F.linear), config, overrides={"fc": {"read": "weight"}}), tokens()
+    else:
+        model, x = fxmask.apply(nn.Sequential(nn.Conv2d(32, 32, 3, bias=False)), config, layers=nn.Conv2d), torch.randn(2, 32, 8, 8, requires_grad=True)
+    fxmask.step(model, step)
+    plain, traced = analyze(model, x), analyze(torch.export.export(model, (x,)).module(), x)
+    forward, _, dw = of_phases(plain)
+    assert dw == (4 * forward if mode == "ste" or (mode, step) == ("rigl", 1) else forward)
+    for name in ("flop", "flop_dense", "flop_executed"):
+        assert of_phases(traced, name) == of_phases(plain, name), name
+
+
+@pytest.mark.parametrize("mode", ["masked", "ste", "rigl"])
+def test_masks_that_a_graph_of_dynamo_is_given(mode):
+    """A cached mask is an input of it, and so is the flag of `rigl`."""
+    model, x, found = masked(F.linear, backward=mode, refresh=3), tokens(), []
+    fxmask.step(model, 1)
+
+    def backend(gm, inputs):
+        found.append(analyze(gm, *inputs))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(x)
+    (report,), plain = found, analyze(model, x)
+    assert of_phases(report) == of_phases(plain) == (DENSE // 4, DENSE // 4, DENSE if mode == "ste" else DENSE // 4)
+    assert report.summary["params_kept"] == plain.summary["params_kept"] == 48 * 64 // 4
+
+
+@pytest.mark.parametrize("read", ["call", "weight"])
+def test_a_cached_mask_in_a_graph_of_make_fx(read):
+    """Its constants are buffers."""
+    torch.manual_seed(0)
+    model, x = fxmask.apply(Reads(F.linear) if read == "weight" else nn.Sequential(nn.Linear(64, 48)), ratio=0.75, block=BLOCK, refresh=0), tokens()
+    assert of_phases(analyze(make_fx(model)(x), x)) == (DENSE // 4,) * 3
