@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .kernels.errors import ConfigError, message
-from .passes.counting import rules  # noqa: F401  (they register the costs of ops)
+from .passes.counting import other_products, rules  # noqa: F401  (they register the costs of ops)
 from .passes.counting.capture import capture
 from .passes.counting.moves import work_of
 from .passes.counting.traced import arguments

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..kernels import dense_cost, layer_cost, mask_cost, matmul_cost, pruned_cost
-from ..passes.counting import dropout_rules, rules
+from ..passes.counting import dropout_rules, other_products, rules
 from ..passes.counting.work import Work
 from . import optimiser, roofline, tables, traffic
 from .devices import Device
@@ -42,6 +42,8 @@ def formulas(work: Work) -> Any:
         return BY_KERNELS[work.op]
     if not work.impl and work.op in WITHOUT_KERNELS:
         return WITHOUT_KERNELS[work.op]
+    if work.op in other_products.ONCE:
+        return other_products.once
     if "attention" in work.op:
         return dense_cost.attention_backward if "backward" in work.op else dense_cost.attention
     if "conv" in work.op:

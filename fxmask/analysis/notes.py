@@ -9,7 +9,7 @@ from torch import nn
 
 from ..kernels import layer_cost
 from ..kernels.grid import matrix_shape
-from ..passes.counting.calls import Place
+from ..passes.counting.calls import Call, Place
 from ..passes.counting.masked_rules import implementation
 from ..passes.counting.recording import Recording
 from ..passes.counting.traced import backend_of
@@ -43,6 +43,7 @@ def notes_of(model: Any, recording: Recording, works: list[Work], impl: str | No
     """One sentence each."""
     yield from _of_unknown_masks(recording)
     yield from _of_mixed_dtypes(recording)
+    yield from _of_dense_reads(works)
     if not recording.backward and "dX" not in {w.phase for w in works}:
         yield "No output requires a gradient, or none was asked for: forward only."
     sites = recording.sites.values()
@@ -72,6 +73,18 @@ def _of_unknown_masks(recording: Recording) -> Iterator[str]:
     if uncounted:
         what = f"{len(uncounted)} masked weights come without the number of their kept blocks: they are counted as dense, an upper bound; "
         yield f"{what}analyse the model itself."
+
+
+def _of_dense_reads(works: list[Work]) -> Iterator[str]:
+    """Products that read what is made of W∘M, zeros and all, where nothing says how many of these each factor has: attention's keys, a copied part."""
+    found = [w for w in works if w.phase == "fwd" and w.m and w.dense is None and not w.extra and w.call is not None and _reads_zeros(w.call)]
+    if found and (call := found[0].call) is not None:
+        where = call.module or call.node or "(model)"
+        yield f"{len(found)} products with what is made of W∘M are counted densely, an upper bound, such as {call.op.partition('.')[2]} in {where}."
+
+
+def _reads_zeros(call: Call) -> bool:
+    return any(p.mask is not None and p.mask.block is not None and p.dtype.is_floating_point for p in call.inputs)
 
 
 def _of_rebuilds(recording: Recording, impl: str | None) -> Iterator[str]:

@@ -15,7 +15,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..kernels import draw_ops
 from ..kernels.errors import message
 from ..kernels.grid import plain_int
-from ..passes.counting import dropout_rules, masked_rules, pruned_rules, rules  # noqa: F401  (they register their rules)
+from ..passes.counting import dropout_rules, masked_rules, other_products, pruned_rules, rules  # noqa: F401  (they register their rules)
 from ..passes.counting.capture import capture
 from ..passes.counting.dense_step import mark
 from ..passes.counting.moves import work_of

@@ -17,6 +17,7 @@ from .known_ops import KEEP_ELEMENTS, is_pointwise
 
 KEEP_ZEROS = {"aten.mul", "aten.div", "aten.where", "aten.copy_", "fxmask.graft"}  # of several tensors, where the result may be 0 wherever one of them is
 SHIFTS = {"aten.add", "aten.add_", "aten.sub", "aten.sub_", "aten.rsub"}  # whatever is added, a number too, no zero is left
+JOIN = {"aten.cat", "aten.stack"}
 OTHERS = (-0.7, 1.3)  # what an op of a masked element may be given beside it
 
 
@@ -110,6 +111,8 @@ def _inherited(call: Call, made: Tensor) -> Mask | None:
     masks = [p.mask for p in call.inputs if p.mask is not None]
     mask = next((m for m in masks if m.block is not None), masks[0] if masks else None)
     several = sum(p.dtype.is_floating_point and p.numel > 1 for p in call.inputs) > 1
+    if mask is not None and call.op in JOIN:  # of how many elements its zeros are is not known
+        return mask._replace(shape=None)
     if mask is None or call.op in SHIFTS or (several and call.op not in KEEP_ZEROS):
         return None
     if call.op == "aten.expand" and mask.shape is None and mask.values.dim() == 2 and made.dim() == 4:  # of a mask that a graph was given, bit by bit

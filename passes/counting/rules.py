@@ -1,4 +1,4 @@
-"""Rules for ATen's products: matmuls, convolutions, fused attention. Others are in `passes.counting.moves`, ours in `passes.counting.masked_rules`."""
+"""Rules for ATen's products: matmuls, convolutions, fused attention. Others are in `other_products`; `moves` has what is no product, `masked_rules` ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ...kernels import dense_cost
 from ...kernels.cost import Cost
 from ...kernels.grid import expand_mask, grid_shape, kept_elements
 from .calls import Call, Place
-from .moves import stream_of
 from .work import EXACT, Target, Work, phase_of, rule
 
 
@@ -36,7 +35,7 @@ def _widths(names: tuple[str, str, str], a: Place, b: Place, out: Place) -> dict
     return found
 
 
-def _product(call: Call, t: Target, a: Place, b: Place, bias: int = 0) -> list[Work]:
+def product(call: Call, t: Target, a: Place, b: Place, bias: int = 0) -> list[Work]:
     batch = a.shape[0] if len(a.shape) == 3 else 1
     (m, k), n = a.shape[-2:], b.shape[-1]
     phase, out = phase_of(call), call.outputs[0]
@@ -46,13 +45,19 @@ def _product(call: Call, t: Target, a: Place, b: Place, bias: int = 0) -> list[W
         least[names[1]] = 0
     cost = dense_cost.matmul(m, n, k, a.dtype.itemsize, t.tile, batch=batch, names=names, bias=bias, least=least)
     work = Work(call, phase, EXACT, cost, m, n, k, batch, a.dtype, widths=_widths(names, a, b, out))
-    weight = b if b.weight else a
+    of_weight(work, b, a)
+    return [work]
+
+
+def of_weight(work: Work, *operands: Place) -> None:
+    """Say of a product of which weight it is, the first one among its operands, and leave out what a mask does."""
+    call, weight = work.call, next((p for p in operands if p.weight), operands[0])
     if weight.weight:
         work.weight, work.elements = weight.weight, weight.numel
-    elif phase == "dW" and call.forward is not None:  # of W∘M, in a mode that drops what lies outside of kept blocks
-        weight = next((p for p in call.forward.inputs if p.mask is not None and not p.mask.whole_dw and p.numel == out.numel), weight)
+    elif work.phase == "dW" and call is not None and call.forward is not None:  # of W∘M, in a mode that drops what lies outside of kept blocks
+        size = call.outputs[0].numel
+        weight = next((p for p in call.forward.inputs if p.mask is not None and not p.mask.whole_dw and p.numel == size), weight)
     leave_out(work, weight)
-    return [work]
 
 
 def leave_out(work: Work, weight: Place) -> None:
@@ -85,25 +90,14 @@ def _kept(p: Place) -> tuple[int, int] | None:
     return int(part.sum()), size
 
 
-@rule("aten.mm", "aten.bmm")
+@rule("aten.mm", "aten.bmm", "aten._int_mm", "aten._scaled_mm")
 def _mm(call: Call, t: Target) -> list[Work]:
-    return _product(call, t, call.args[0], call.args[1])
+    return product(call, t, call.args[0], call.args[1])
 
 
-@rule("aten.addmm", "aten.baddbmm", "aten._addmm_activation")
+@rule("aten.addmm", "aten.addmm_", "aten.baddbmm", "aten.baddbmm_", "aten._addmm_activation")
 def _addmm(call: Call, t: Target) -> list[Work]:
-    return _product(call, t, call.args[1], call.args[2], bias=call.args[0].numel)
-
-
-@rule("aten._grouped_mm")
-def _grouped_mm(call: Call, t: Target) -> list[Work]:
-    """Each row meets the matrix of its group alone, so the groups' sizes, which only values tell, do not matter; bytes are those of all groups, each once."""
-    a, b = call.args[:2]
-    (m, k), n = a.shape[-2:], b.shape[-1]
-    batch = a.shape[0] if len(a.shape) == len(b.shape) == 3 else 1
-    flop, weight = 2 * batch * m * k * n, b if b.weight else a
-    cost = stream_of(call).with_flop(flop, flop)
-    return [Work(call, phase_of(call), EXACT, cost, m, n, k, batch, a.dtype, weight=weight.weight, elements=weight.numel if weight.weight else 0)]
+    return product(call, t, call.args[1], call.args[2], bias=call.args[0].numel)
 
 
 @rule("aten.convolution", "aten._convolution", "aten.cudnn_convolution", "aten.mkldnn_convolution", "aten._slow_conv2d_forward")

@@ -12,6 +12,9 @@ from .calls import Call, Place
 
 EXACT, REGISTERED, ELEMENTWISE, FREE, UNKNOWN = "exact", "registered", "elementwise", "free", "unknown"
 
+SUMS = ("aten.addmm", "aten.baddbmm", "aten.addbmm", "aten.addmv")  # of something and a product
+PRODUCTS = ("aten.mm", "aten.bmm", "aten.mv")  # what their gradients are made by
+
 
 @dataclass
 class Work:
@@ -87,7 +90,15 @@ def phase_of(call: Call) -> str:
     if makes_weight(call.forward):
         return "dW"
     reads = any(p.weight and p.dtype != torch.bool for p in call.inputs)
-    return "dW" if call.forward.weights and not reads else "dX"
+    return "dW" if _multiplied(call) and not reads else "dX"
+
+
+def _multiplied(call: Call) -> bool:
+    """Whether the forward of an op of a backward has a weight: of a product's gradient, whether it multiplies by one, and does not only add it."""
+    forward = call.forward
+    if forward is None or forward.op not in SUMS or call.op not in PRODUCTS:
+        return forward is not None and bool(forward.weights)
+    return any(isinstance(p, Place) and p.weight for p in forward.args[1:3])
 
 
 def makes_weight(call: Call | None) -> bool:

@@ -163,7 +163,8 @@ def test_ragged_masks_of_computed_weights(name):
     (mask,) = fxmask.masks(model).values()
     kept = int(kept_elements(mask, (40, 40), BLOCK))
     assert kept != round(int(mask.sum()) / mask.numel() * 1600), "the edges count here"
-    assert analyze(model, torch.randn(TOKENS, 40)).summary["flop"]["fwd"] == 2 * TOKENS * kept
+    made = 3 * 2 * 1600 + 2 * 40 if name == "spectral norm" else 0  # two vectors by a step of a power iteration, and what is between them
+    assert analyze(model, torch.randn(TOKENS, 40)).summary["flop"]["fwd"] == 2 * TOKENS * kept + made
 
 
 class Merged(nn.Module):

@@ -164,3 +164,26 @@ def test_a_cached_mask_in_a_graph_of_make_fx(read):
     torch.manual_seed(0)
     model, x = fxmask.apply(Reads(F.linear) if read == "weight" else nn.Sequential(nn.Linear(64, 48)), ratio=0.75, block=BLOCK, refresh=0), tokens()
     assert of_phases(analyze(make_fx(model)(x), x)) == (DENSE // 4,) * 3
+
+
+DENSELY = {
+    "keys": (lambda x, w: F.scaled_dot_product_attention(x[None, None], w[None, None], w[None, None]), "_scaled_dot_product"),
+    "rows": (lambda x, w: x @ w[:5].clone().t(), "mm"),
+    "joined": (lambda x, w: F.linear(x, torch.cat([w, w])), "mm"),
+    "repeated": (lambda x, w: F.linear(x, w.repeat(2, 1)), "mm"),
+    "transposed convolution": (lambda x, w: F.conv_transpose1d(x.t()[None], w.t()[:, :, None]), "convolution"),
+}
+
+
+@pytest.mark.parametrize("name", DENSELY)
+def test_products_with_a_masked_weight_that_are_counted_densely_are_told_of(name):
+    how, op = DENSELY[name]
+    report = analyze(masked(how), tokens())
+    assert report.summary["flop"]["fwd"] == report.summary["flop_dense"]["fwd"] > 0
+    (said,) = (n for n in report.notes if "made of W∘M" in n)
+    assert said.startswith("1 products with what is made of W∘M are counted densely, an upper bound") and op in said
+
+
+@pytest.mark.parametrize("how", [F.linear, lambda x, w: F.linear(x, w.exp()), lambda x, w: F.linear(x, w + 1)], ids=["masked", "filled", "added to"])
+def test_products_that_are_counted_as_they_are_have_no_such_note(how):
+    assert not [n for n in analyze(masked(how), tokens()).notes if "made of W∘M" in n]
