@@ -254,6 +254,16 @@ def test_a_layer_at_rest_that_its_own_guards_optimiser_takes_up_counts_once():
     assert [r["step"] for r in fxmask.explain(model).rows] == [4, 4] and list(handle.policies) == ["0.weight", "1.weight"]
 
 
+def test_a_layer_at_rest_stays_with_the_first_guard_where_a_second_one_ends():
+    model = fxmask.apply(torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3))), ratio=0.5, block=(8, 8), refresh=10)
+    model[2].requires_grad_(False)
+    first, second = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 1))
+    fxmask.guard(first, model)
+    fxmask.guard(second, model).remove()
+    first.step()
+    assert [r["step"] for r in fxmask.explain(model).rows] == [1, 0, 1]
+
+
 def test_steps_that_were_told_of_a_layer_hide_none_when_it_is_taken_up():
     model = fxmask.apply(torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(2))), ratio=0.5, block=(8, 8), refresh=10)
     fxmask.step(model[1], 5)
