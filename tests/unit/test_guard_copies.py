@@ -347,3 +347,14 @@ def test_a_step_that_fails_leaves_a_copy_uncounted(monkeypatch):
         fxmask.step(twin)
     with pytest.warns(FxMaskWarning, match="evaluated at ratio 0.0, not 0.7"):
         twin.eval()(torch.randn(2, twin[0].in_features))
+
+
+def test_a_guard_whose_model_is_gone_says_once_that_its_layers_are_masked_anew():
+    layer = fxmask.apply(torch.nn.Linear(32, 32), ratio=0.5, block=(8, 8))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    fxmask.guard(optimizer, torch.nn.ModuleList([layer]))
+    fxmask.apply(fxmask.restore(layer), ratio=0.5, block=(8, 8))
+    with pytest.warns(FxMaskWarning, match="a guard ended with fxmask.restore, and its model is masked anew"):
+        optimizer.step()
+    fxmask.apply(mlp(), ratio=0.7)  # of another model: whoever looks for new masks looks again
+    optimizer.step()
