@@ -209,6 +209,17 @@ def test_a_step_that_cannot_be_captured():
     assert_same(graphed, plain)
 
 
+def test_a_capture_that_ends_inside_the_optimisers_step():
+    """What the guard keeps during a step goes with it: the next one warns of no step that raised half-way."""
+    graphed, plain = pair(**MIX)
+    graphed.optimiser.register_step_pre_hook(lambda *_: graphed.x.sum().item() and None)
+    graphed.train(3), plain.train(3)
+    with pytest.raises(UnsupportedError, match="cannot be captured"):
+        graphed.step()
+    graphed.step = graphed.plain
+    assert_goes_on(graphed, plain)
+
+
 def test_a_layer_without_gradients():
     """A masked layer that a step does not use is looked at once, and does not keep the others from their graph; gradients may be gone after the step."""
     runs = []

@@ -203,10 +203,13 @@ def adding(r):
     return plain
 
 
-def test_a_gradient_from_outside():
+@pytest.mark.parametrize("at_first", [False, True])
+def test_a_gradient_from_outside(at_first):
     """The first half of a batch outside of the graph, where the graph has found no gradients: the step adds to them, or they would be lost."""
     runs = stepping(adding)
     for r in runs:
+        if at_first:  # which the step adds to and drops behind itself, and not before
+            F.cross_entropy(r.model(2 * r.x), r.y).backward()
         r.train(7)
         for _ in range(2):
             F.cross_entropy(r.model(2 * r.x), r.y).backward()

@@ -8,7 +8,7 @@ from unit import tape
 from unit.graphed_runs import BLOCK, MIX, RAMP, Run, assert_goes_on, assert_same, graphs, pair  # noqa: F401  (a fixture)
 
 import fxmask
-from fxmask import Feedback
+from fxmask import ActivationPruning, Feedback, Schedule, WeightMask
 from fxmask.errors import ConfigError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("graphs")
@@ -207,9 +207,9 @@ def go_on_without(graphed, plain):
     assert_goes_on(graphed, plain)
 
 
-def by_halves(r, **options):
+def by_halves(r, *more, **options):
     """Masked, and stepped by two optimisers in turns: the first one's layers run again behind its step."""
-    fxmask.apply(r.model, ratio=0.5, block=BLOCK, include=["0", "2"], **options)
+    fxmask.apply(r.model, WeightMask(0.5, BLOCK, **options), *more, include=["0", "2"])
     weights = list(r.model.parameters())
     halves = [torch.optim.SGD(weights[:2], lr=0.1, momentum=0.9), torch.optim.SGD(weights[2:], lr=0.1)]
     for half in halves:
@@ -236,6 +236,14 @@ def test_a_layer_that_runs_behind_the_step_that_moves_its_mask(options):
     with pytest.raises(UnsupportedError, match=r"(?s)runs a layer behind the optimiser's step that moves its mask: .* was not taken\..*0\.weight"):
         graphed.train(9)
     go_on_without(graphed, plain)
+
+
+def test_a_layer_that_runs_behind_the_step_that_moves_how_its_input_is_pruned():
+    graphed = Run(False, schedule_lr=False)
+    step, halves = by_halves(graphed, ActivationPruning(0.5, 8, schedule=Schedule("linear", steps=40), stages=2))
+    graphed.step = fxmask.graphed(step, *halves, warmup=2)
+    with pytest.raises(UnsupportedError, match=r"(?s)runs a layer behind the optimiser's step that moves its mask: .*where: MaskedLinear"):
+        graphed.train(9)
 
 
 def test_a_layer_that_runs_behind_a_step_and_whose_mask_follows_its_weight():

@@ -145,6 +145,19 @@ def step(model, optimiser):
     optimiser.step()
 
 
+def test_a_layer_that_lies_elsewhere_now_is_not_replaced():
+    """A new, dense one has its old name; it waits, and has no gradient."""
+    m = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(fxmask.apply(m, MASKED).parameters(), 0.1)
+    fxmask.guard(optimizer, m)
+    m.add_module("waiting", m[1])
+    m[1] = nn.Linear(64, 64)
+    m[:2](X).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
 def test_a_layer_that_was_replaced_before_the_guard_is_missed():
     """As reset_classifier and resize_token_embeddings do; a guard says it, where nothing else would."""
     m = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), nn.Linear(64, 64))
