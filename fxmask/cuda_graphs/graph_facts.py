@@ -121,7 +121,7 @@ def _settings() -> Hashable:
 
 
 def _of_site(s: Any) -> Hashable:
-    return s._fxmask_phase, s._fxmask_kind, s._fxmask_from, s._fxmask_softening, s._fxmask_policy, s._fxmask_is_dense
+    return s._fxmask_phase, s._fxmask_kind, s._fxmask_from, s._fxmask_softening, s._fxmask_is_dense
 
 
 def _of_layer(m: Any) -> Hashable:
