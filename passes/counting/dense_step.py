@@ -89,21 +89,21 @@ def _unread(calls: list[Call], found: dict[int, list[Work]]) -> None:
 
 
 def _sums(calls: list[Call], found: dict[int, list[Work]]) -> None:
-    """Sums of gradients one of which is part of the other, but for masks: the same product's, which reaches W by several of the ops that make W∘M."""
+    """Sums of a weight's gradients one of which is part of the other, but for masks: the same product's, which reaches W by several ops that make W∘M."""
     sources: Sources = {}
     masked: set[int] = set()  # storages of gradients that an extra op made
     for c in calls:
         if not c.differentiates or c.is_view:
             continue
         given = [_of(sources, p) for p in c.inputs]
-        if c.summed and len(given) == 2 and (given[0] <= given[1] or given[1] <= given[0]) and any(p.storage in masked for p in c.inputs):
+        if c.of_weight and (given[0] <= given[1] or given[1] <= given[0]) and any(p.storage in masked for p in c.inputs):
             for w in found[id(c)]:
                 w.extra = True
         extra = _all_extra(found[id(c)])
         for p in c.outputs:
             if extra or c.summed:
                 sources[p.storage] = frozenset().union(*(s for s, q in zip(given, c.inputs, strict=True) if q.of_inputs))
-                masked |= {p.storage} if extra or any(q.storage in masked for q in c.inputs) else set()
+                masked |= {p.storage} if extra else set()
 
 
 def _of(sources: Sources, p: Place) -> frozenset[int]:
