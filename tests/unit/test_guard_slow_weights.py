@@ -140,6 +140,7 @@ def test_what_an_optimiser_wraps_is_found_wherever_it_holds_it(several):
     weight = torch.ones(2, requires_grad=True)
     outer, inner = type("Outer", (optim.SGD,), {})([weight]), optim.SGD([weight])
     outer.parts = several(inner)
+    outer.other = optim.SGD([torch.ones(2, requires_grad=True)])  # it steps nothing of these
     assert held.find_wrapped(outer) == [outer, inner]
     outer.state[weight], inner.state[weight] = {"a": 1}, {"a": 2, "b": 3}
     assert held.state_of(outer, weight) == {"a": 1, "b": 3}
