@@ -80,10 +80,10 @@ class Guarded:
     def into(self) -> Tensor:
         """The weight, or this process's part, to write back into.
 
-        One without a gradient may not have moved, and keeps its version: who still needs it for a backward must not take it for another one.
+        One without a gradient before the step may not have moved, and keeps its version: who still needs it for a backward must not take it for another one.
         """
         part = ranks.part(self.weight)
-        return part if self.had_gradient or self.weight.grad is not None else part.data
+        return part if self.had_gradient else part.data
 
     @property
     def policy(self) -> str:
