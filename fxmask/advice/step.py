@@ -49,7 +49,14 @@ def stepper(
             raise ConfigError(f"loss: expected a function that gives one number with a gradient, got {got}.")
         value.backward()
         if optimizer is not None:
-            optimizer.step()
+            try:
+                optimizer.step()
+            except RuntimeError as e:
+                if all(p.grad is None or p.grad.layout == torch.strided for p in model.parameters()):
+                    raise
+                what = f"advise steps all parameters by one optimiser: expected one that takes their sparse gradients, got {type(optimizer).__name__}: {e}"
+                fix = "optimizer=None times steps without one; sparse=False on the embedding gives dense gradients."
+                raise UnsupportedError(message(what, "", fix)) from e
 
     return step
 

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...kernels.errors import UnsupportedError, message
 from ..frames import frames
 from .calls import Call
 from .fakes import Views, view_of
@@ -131,6 +132,8 @@ class Recorder(TorchDispatchMode):
         made = self.origins.mask_made(call, args, kwargs, module)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
+                if t.layout != torch.strided:
+                    raise _sparse(call, t)
                 self.origins.note(call, made, t)
                 call.outputs.append(self.origins.place(t))
         if call.differentiates:
@@ -162,6 +165,14 @@ def _leaves(t: Tensor) -> list[Tensor]:
             found.append(node.variable)
         nodes += [n for n, _ in node.next_functions if n is not None and n not in nodes]
     return found
+
+
+def _sparse(call: Call, t: Tensor) -> UnsupportedError:
+    """Of a result without strides: its number of elements is a value, which no fake tensor has."""
+    kind = "gradient" if call.differentiates else "tensor"
+    what = f"analyze counts no {kind}s with layout {t.layout}: expected strided ones, got one from {call.op}."
+    fix = "set sparse=False on the embedding, whose gradient and optimiser's step then count as dense ones; or phases=('fwd',)."
+    return UnsupportedError(message(what, call.module or "(model)", fix if call.differentiates else "analyse the part of the model that makes none."))
 
 
 def _in_a_call() -> bool:

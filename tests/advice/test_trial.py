@@ -36,6 +36,13 @@ def test_gradients_are_those_of_one_step(make):
     assert torch.equal(model.weight.grad, first)
 
 
+def test_sparse_gradients_want_an_optimiser_that_takes_them():
+    model, x = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8)), torch.zeros(4, dtype=torch.long)
+    with pytest.raises(fxmask.errors.UnsupportedError, match=r"(?s)their sparse gradients, got AdamW: .*\n  fix: optimizer=None"):
+        steps.stepper(model, (x,), {}, steps.mean_square, steps.optimizer_of(model, torch.optim.AdamW))()
+    steps.stepper(model, (x,), {}, steps.mean_square, steps.optimizer_of(model, torch.optim.SGD))()
+
+
 def test_the_loss_where_none_is_given_is_of_complex_outputs_too():
     """Of both parts, and also of a conjugate, which is a view."""
     a, b, z = torch.tensor([3.0, 1.0], requires_grad=True), torch.tensor([4.0, 2.0], requires_grad=True), torch.ones(2, dtype=torch.complex64)

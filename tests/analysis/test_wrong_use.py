@@ -183,6 +183,17 @@ def test_wrapped_and_lazy_parameters():
     assert analyze(lazy, X).summary["flop"]["fwd"] == 2 * 3 * 16 * 8
 
 
+@pytest.mark.parametrize("layer", [nn.Embedding(16, 32, sparse=True), nn.EmbeddingBag(16, 32, sparse=True)], ids=["Embedding", "EmbeddingBag"])
+def test_sparse_gradients(layer):
+    """How many rows they have is a value. The forward has none of them, and without `sparse` the layer is counted."""
+    model, x = nn.Sequential(layer, nn.Linear(32, 32)), torch.zeros(4, 3, dtype=torch.long)
+    with pytest.raises(UnsupportedError, match=r"(?s)counts no gradients with layout torch.sparse_coo.*where: 0\n.*sparse=False.*phases=\('fwd',\)"):
+        analyze(model, x)
+    assert analyze(model, x, phases=("fwd",)).summary["flop"]["fwd"] > 0
+    layer.sparse = False
+    assert analyze(model, x).summary["flop"]["bwd_dw"] > 0
+
+
 # ---- of the result -----------------------------------------------------------------------------------------------------------------------------------------
 
 
