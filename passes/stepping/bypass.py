@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...kernels.errors import first_of, message, warn
 from ...kernels.grid import expand_mask, to_blocks
-from ..finding.candidate import join
+from ..finding.readers import weight_readers
 from ..state import ranks
 from ..state.site import Site
 from ..state.site_forward import traced_alike
@@ -41,15 +41,20 @@ def never_run(found: Found) -> list[str]:
 
 
 def read_by_adapters(model: nn.Module) -> list[str]:
-    """Frozen masked layers that have never run, though the adapter around them trains: PEFT's HRA and SHiRA compute with the base weight as it is."""
+    """Frozen masked layers that have never run, though the adapter around them trains: PEFT's HRA and SHiRA compute with the base weight as it is.
+
+    An adapter is what calls the layer so, or says in its forward's source that it reads the weight, as PEFT's others do to merge it.
+    """
+    readers = weight_readers(model, nn.Module)
+    for owner in model.modules():
+        if (base := owner._modules.get(BASE)) is not None:
+            readers.setdefault(id(base), []).append(owner)
     found = []
-    for prefix, owner in model.named_modules():
-        base = owner._modules.get(BASE)
-        if not isinstance(base, Site) or base._fxmask_called or traced_alike(base) is not None:
+    for name, m in model.named_modules():
+        if not isinstance(m, Site) or m._fxmask_called or any(p.requires_grad for p in m.parameters()) or traced_alike(m) is not None:
             continue
-        frozen = not any(p.requires_grad for p in base.parameters())
-        if frozen and any(p.grad is not None for p in owner.parameters()):
-            found.append(join(prefix, BASE))
+        if any(p.grad is not None for owner in readers.get(id(m), ()) for p in owner.parameters()):
+            found.append(name)
     return found
 
 
@@ -57,7 +62,8 @@ def warn_of_adapters(model: nn.Module) -> None:
     """FxMaskWarning where `read_by_adapters` finds some."""
     if found := read_by_adapters(model):
         what = "a frozen masked layer never runs, though the adapter around it trains: it computes with the layer's weight as it is, which is dense."
-        fix = "fxmask.finalize(model) before the adapter is put around it writes the zeros into the weight; or exclude these layers from fxmask.apply."
+        fix = "fxmask.finalize(model) before the adapter is put around it writes the zeros into the weight; or exclude these layers from fxmask.apply. An"
+        fix += " adapter of your own that reads self.<layer>.weight in its forward is masked, too, where fxmask.apply comes after it."
         warn(message(what, first_of(found), fix))
 
 

@@ -189,3 +189,34 @@ def test_one_element_breaks_a_gradient(value, monkeypatch):
     assert not bypass.has_broken(grad.to_sparse()) and not bypass.has_broken(grad.to("meta"))  # may not be looked at
     monkeypatch.setattr(bypass, "capturing", lambda t: True)
     assert not bypass.has_broken(grad)
+
+
+class AddsToWeight(nn.Module):
+    """A user's own adapter: it adds a product to the weight of a layer, by a name of its own."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.up, self.down = base.requires_grad_(False), nn.Parameter(torch.zeros(64, 4)), nn.Parameter(torch.ones(4, 64))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.base.weight + self.up @ self.down, self.base.bias)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_an_adapter_of_ones_own_that_reads_a_frozen_weight(late):
+    """Put around a layer after `apply` it runs dense, and no gradient tells; before it, its read is masked."""
+    m = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    if late:
+        fxmask.apply(m, ratio=0.5)
+    m[0] = AddsToWeight(m[0])
+    if not late:
+        fxmask.apply(m, ratio=0.5)
+    optimiser = optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fxmask.guard(optimiser, m)
+        for _ in range(2):
+            m(torch.randn(3, 64)).square().mean().backward()
+            optimiser.step()
+    assert [str(w.message).count("where: 0.base\n") for w in told if "never runs" in str(w.message)] == [1] * late
+    assert any("0.base" in note and "dense" in note for note in fxmask.explain(m).notes) == late
