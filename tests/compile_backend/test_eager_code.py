@@ -83,6 +83,16 @@ def test_the_recompile_limit_is_a_warning():
         steps_of(model, call, 4)
 
 
+def test_fullgraph_makes_an_error_of_the_recompile_limit():
+    """Of an evaluation, too, of which no optimiser step would warn."""
+    model = Wrap(mlp())
+    call = torch.compile(model, backend=backend.fxmask_backend, dynamic=False, fullgraph=True, options={**OPTIONS, "inner": "eager"})
+    with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
+        call(torch.randn(4, 64))
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            call(torch.randn(5, 64))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_evaluation_between_two_steps_hides_nothing(mode):
     model = Wrap(mlp())
