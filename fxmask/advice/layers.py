@@ -62,6 +62,7 @@ class _Watch(TorchFunctionMode):
         self.weights = weights
         self.calls: dict[int, list[Seen]] = {}
         self.bias: dict[int, bool] = {}
+        self.nested: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -70,7 +71,9 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _note(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        if id(weight) in self.weights:
+        if id(weight) in self.weights and input.is_nested:  # which has no sizes, or no numbers for them
+            self.nested.add(id(weight))
+        elif id(weight) in self.weights:
             kind = input.device.type
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             seen = Seen(tuple(input.shape), tuple(input.stride()), input.dtype, input.requires_grad, torch.is_grad_enabled(), autocast)
@@ -94,7 +97,9 @@ def layers_of(model: nn.Module, decisions: Sequence[Decision], args: tuple[Any, 
         key = id(c.weight)
         if key not in found:
             why = "" if key in watch.calls else "not called with these inputs"
-            if why and d.config is not None and d.config.read == "weight":
+            if key in watch.nested:
+                why = "its input is a nested tensor: expected a plain one"
+            elif why and d.config is not None and d.config.read == "weight":
                 why = "its owner reads its weight and multiplies densely"
             elif why and c.module is not None and "weight" not in c.module._parameters:
                 why = "its weight is computed from other parameters: expected a plain one"

@@ -46,6 +46,9 @@ class Fakes:
 
     def __call__(self, t: Tensor) -> Tensor:
         if id(t) not in self.made:
+            if t.is_nested:  # jagged ones are of a wrapper class, strided ones have no sizes
+                what = "analyze goes by the shapes of tensors: expected plain ones, got a nested tensor."
+                raise UnsupportedError(message(what, "", "give it a padded one (torch.nested.to_padded_tensor), or all tokens as one tensor (.values())."))
             if is_traceable_wrapper_subclass(t):
                 what = f"analyze runs the model on plain fake tensors: expected none of a wrapper class, got {type(t).__name__}."
                 raise UnsupportedError(message(what, "", "analyse the model before fully_shard, tensor parallelism or quantisation changes its parameters."))

@@ -43,6 +43,23 @@ def test_sparse_gradients_want_an_optimiser_that_takes_them():
     steps.stepper(model, (x,), {}, steps.mean_square, steps.optimizer_of(model, torch.optim.SGD))()
 
 
+class OfNested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.nested, self.plain = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.plain(self.nested(x).values())
+
+
+def test_a_layer_with_a_nested_input_is_not_timed_and_said():
+    nested = torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(2, 32)], layout=torch.jagged)
+    rows = {row["layer"]: row["why"] for row in fxmask.advise(OfNested(), nested, seconds=1e-6, blocks=[16], ratios=[0.5]).rows}
+    assert rows["nested"] == "its input is a nested tensor: expected a plain one" and "nested tensor" not in rows["plain"]
+    with pytest.raises(fxmask.errors.UnsupportedError, match=r"nothing to time: .* \(model\): its input is a nested tensor"):
+        fxmask.advise(nn.Linear(32, 32), nested, seconds=1.0)
+
+
 def test_the_loss_where_none_is_given_is_of_complex_outputs_too():
     """Of both parts, and also of a conjugate, which is a view."""
     a, b, z = torch.tensor([3.0, 1.0], requires_grad=True), torch.tensor([4.0, 2.0], requires_grad=True), torch.ones(2, dtype=torch.complex64)

@@ -183,6 +183,14 @@ def test_wrapped_and_lazy_parameters():
     assert analyze(lazy, X).summary["flop"]["fwd"] == 2 * 3 * 16 * 8
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_inputs(layout):
+    nested = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(2, 16)], layout=layout)
+    with pytest.raises(UnsupportedError, match=r"expected plain ones, got a nested tensor\.\n  fix: give it a padded one"):
+        analyze(nn.Linear(16, 16), nested)
+
+
 @pytest.mark.parametrize("layer", [nn.Embedding(16, 32, sparse=True), nn.EmbeddingBag(16, 32, sparse=True)], ids=["Embedding", "EmbeddingBag"])
 def test_sparse_gradients(layer):
     """How many rows they have is a value. The forward has none of them, and without `sparse` the layer is counted."""
