@@ -31,10 +31,9 @@ class Facts:
     ) -> None:
         self.device = device
         self.optimizers, self.layers = optimizers, layers
-        guarded = [m for m in (h._noticed.model() for h in handles) if m is not None]
         self.modules: dict[nn.Module, None] = {}
-        for root in (*models, *layers, *guarded):
-            self.watch(root.modules())
+        for root in (*models, *layers, *(m for h in handles for m in h._noticed.alive())):
+            self.watch(() if root in self.modules else root.modules())
         self.watch(site for h in handles for site, _ in h._followed)
         self.handles = list(handles)
 

@@ -28,6 +28,7 @@ class Noticed:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)  # the optimiser must not keep it
+        self._parts = [weakref.ref(m) for m in model.modules()]  # a list that was made for the guard goes before its models
         self.lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
         self.looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
         self._missed: set[int] = set()  # ids of sites that a step had no gradient for
@@ -35,7 +36,11 @@ class Noticed:
         self._new: set[int] = set()  # ids of modules whose masks, or schedules of pruned inputs, begin with the guard
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "model": gone, "lost": []}
+        return {**self.__dict__, "model": gone, "lost": [], "_parts": []}
+
+    def alive(self) -> list[nn.Module]:
+        """What the guard was given, as far as it is still there."""
+        return [m for part in self._parts if (m := part()) is not None]
 
     def begin(self, optimizer: Optimizer, held: Held, counted: Sequence[nn.Module]) -> None:
         """Before the guard tells them of its steps."""

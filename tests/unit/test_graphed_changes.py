@@ -11,6 +11,7 @@ from unit.graphed_runs import BLOCK, MIX, RAMP, Run, adamw, assert_goes_on, asse
 import fxmask
 from fxmask import BlockDropout, NMMask, Schedule, WeightMask
 from fxmask.errors import UnsupportedError
+from fxmask.guards.guard_handle import handles_of
 
 pytestmark = pytest.mark.usefixtures("graphs")
 SOFT = {"soft": True, "schedule": Schedule("cubic", steps=60)}
@@ -84,6 +85,19 @@ def test_a_change(options, change):
     assert_goes_on(graphed, plain, 9)
     assert graphed.step.captures == captures + 1
     assert all(torch.equal(p, q) for p, q in zip(graphed.model.parameters(), plain.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("change", ["another layer", "a hook behind a layer", "another layer in a layer's place"])
+def test_a_change_of_models_that_are_guarded_together(change):
+    """By a list that nobody keeps."""
+    graphed, plain = pair(**MIX)
+    for r in (graphed, plain):
+        handles_of(r.optimiser)[0].remove()
+        fxmask.guard(r.optimiser, nn.ModuleList([r.model]))
+        r.train(9)
+        CHANGES[change][1](r)
+    assert_goes_on(graphed, plain, 9)
+    assert graphed.step.captures == 2
 
 
 def test_a_guard_that_is_removed_and_made_anew():
