@@ -20,6 +20,7 @@ from .kernels.errors import first_of, message, warn
 from .nm.nm_attributes import LOGITS
 from .passes.finding.candidate import join
 from .passes.state.site import Site
+from .passes.state.weak_sets import alive
 from .passes.stepping.held import ids_of
 
 PATIENCE = 10  # optimiser steps of a weight; whoever tells several at once, as step(model, 4), is given time
@@ -91,9 +92,9 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling() or not _promised or len([*under_way()]) > 1:  # an optimiser that another one wraps, or super().step()
         return
     held, late = set(ids_of(optimizer)), []
-    for of, promise in list(_promised.data.items()):  # type: ignore[attr-defined]  # other threads may add to it
-        m = of()
-        if m is None:
+    for m in alive(_promised):
+        promise = _promised.get(m)
+        if promise is None:
             continue
         ours = [p for p in promise.parameters() if id(p) in held]
         promise.foreign += not ours

@@ -15,6 +15,7 @@ from ..guards.lost_state import has_stepped
 from ..kernels.errors import first_of, message, warn
 from ..passes.frames import makes_state
 from ..passes.state.tensors import has_values
+from ..passes.state.weak_sets import alive
 from ..passes.stepping.held import ids_of
 
 if TYPE_CHECKING:
@@ -44,12 +45,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _watched or torch.compiler.is_compiling() or makes_state():
         return
     held, lost = set(ids_of(optimizer)), []
-    for of, before in list(_watched.data.items()):  # type: ignore[attr-defined]  # other threads may add to it
-        m = of()
-        weight = None if m is None else m._parameters.get("weight")
-        if m is None or weight is None or id(weight) not in held:
+    for m in alive(_watched):
+        weight = m._parameters.get("weight")
+        if weight is None or id(weight) not in held:
             continue
-        _watched.pop(m, None)
+        before = _watched.pop(m, None)
         mask = m.nm_mask if m.__dict__.get("_fxmask_nm_rebuilt") and has_stepped(optimizer, weight) else None
         if mask is not None and _digest(mask) != before:
             lost.append(m.__dict__.get("_fxmask_nm_name", type(m).__name__))  # pickles of before have none

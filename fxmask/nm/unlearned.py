@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..kernels.errors import first_of, message, warn
 from ..passes.frames import makes_state
+from ..passes.state.weak_sets import alive
 from ..passes.stepping.held import ids_of
 from .nm_attributes import LOGITS
 
@@ -21,13 +21,11 @@ if TYPE_CHECKING:
 _names: weakref.WeakKeyDictionary[NMLayer, str] = weakref.WeakKeyDictionary()  # of layers whose logits no optimiser has stepped yet
 _once: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[NMLayer]] = weakref.WeakKeyDictionary()  # and which an optimiser has passed over once
 _hooks: list[Any] = []
-_adding = threading.Lock()  # other threads may add layers while one looks through them
 
 
 def expect_learning(m: NMLayer, name: str) -> None:
     """Watch who steps the logits of a layer."""
-    with _adding:
-        _names[m] = name
+    _names[m] = name
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -37,17 +35,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _names or torch.compiler.is_compiling() or makes_state():
         return
     held = set(ids_of(optimizer))
-    with _adding:
-        watched = list(_names.items())
     passed, left = _once.setdefault(optimizer, weakref.WeakSet()), []
-    for m, name in watched:
+    for m in alive(_names):
         logits, weight = m._parameters.get(LOGITS), m._parameters.get("weight")
         if logits is None or not logits.requires_grad or id(logits) in held:  # restored, frozen, or learned
             _names.pop(m, None)
         elif logits.grad is not None and id(weight) in held:
             if m in passed:
-                _names.pop(m, None)
-                left.append(name)
+                left.append(_names.pop(m, ""))
             passed.add(m)
     if left:
         what = "the logits of learned N:M masks have gradients, and the optimiser that holds the weights steps without them: expected one that has them."
