@@ -44,6 +44,7 @@ def notes_of(model: Any, recording: Recording, works: list[Work], impl: str | No
     yield from _of_unknown_masks(recording)
     yield from _of_mixed_dtypes(recording)
     yield from _of_dense_reads(works)
+    yield from _of_bypassed(recording, works)
     if not recording.backward and "dX" not in {w.phase for w in works}:
         yield "No output requires a gradient, or none was asked for: forward only."
     sites = recording.sites.values()
@@ -85,6 +86,16 @@ def _of_dense_reads(works: list[Work]) -> Iterator[str]:
 
 def _reads_zeros(call: Call) -> bool:
     return any(p.mask is not None and p.mask.block is not None and p.dtype.is_floating_point for p in call.inputs)
+
+
+def _of_bypassed(recording: Recording, works: list[Work]) -> Iterator[str]:
+    """Products that read the weight of a masked layer itself, as through a view that somebody holds."""
+    calls = [w.call for w in works if w.phase == "fwd" and w.m and w.call is not None and not w.op.startswith("fxmask.") and not w.again]
+    past = [(call, p) for call in calls for p in call.inputs if p.weight in recording.sites and p.whole and p.mask is None]
+    if past:
+        call, p = past[0]
+        where = f"{call.op.partition('.')[2]} of {p.weight} in {call.module or '(model)'}"
+        yield f"{len(past)} products read masked weights past their masks, such as {where}: they run densely."
 
 
 def _of_rebuilds(recording: Recording, impl: str | None) -> Iterator[str]:

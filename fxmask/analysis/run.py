@@ -186,7 +186,8 @@ def _report(
         **{f"run_{k}" if k == "device" else k: v for k, v in provenance(where).items()},
     }
     by_element = bool(recording.by_element or recording.uncounted)
-    notes = [*totals.words(works, device, tf32, shares, by_element), *optimiser.words(works), *notes_of(model, recording, works, impl, device)]
+    said = totals.words(works, device, tf32, shares, by_element, len(recording.sites))
+    notes = [*said, *optimiser.words(works), *notes_of(model, recording, works, impl, device)]
     title = f"fxmask.analyze: {type(model).__name__}, inputs {', '.join(shapes)}, on {device.name}"
     return Analysis(title, found, notes, summary, meta, lambda node: explain(node, works, names, device, tf32))
 

@@ -74,8 +74,8 @@ def rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def words(works: list[Work], device: Device, tf32: bool, covered: dict[str, float], by_element: bool) -> list[str]:
-    """What the numbers say, one sentence each, with the numbers. by_element: whether there are masks of single elements, N:M ones."""
+def words(works: list[Work], device: Device, tf32: bool, covered: dict[str, float], by_element: bool, masks: int) -> list[str]:
+    """What the numbers say, one sentence each, with the numbers. by_element: whether there are N:M masks; masks: how many block masks."""
     masked = [w for w in works if w.dense is not None and w.phase != "opt"]
     of_what = " where nothing is masked" if masked and device.is_cpu else ""
     said = [f"A FLOP ratio is not a speed-up; t_min is a lower bound{of_what}; L1 hits and bank conflicts are not modelled."]
@@ -86,7 +86,8 @@ def words(works: list[Work], device: Device, tf32: bool, covered: dict[str, floa
         return said + _of_masked(masked, works, device, tf32)
     if by_element or any(w.extra for w in works):
         return [*said, "Masks leave out no FLOP here: layers multiply by W∘M densely, and what makes it is work that a dense step does not have."]
-    return [*said, "No layer is masked: dense and useful FLOP agree."]
+    which = f"No product here reads any of the {masks} masked weights with its mask" if masks else "No layer is masked"
+    return [*said, f"{which}: dense and useful FLOP agree."]
 
 
 def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool) -> list[str]:

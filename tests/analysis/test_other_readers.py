@@ -80,6 +80,16 @@ def test_a_view_without_a_gradient_and_one_on_the_meta_device():
     assert of_phases(analyze(model, tokens())) == (DENSE,) * 3
 
 
+def test_a_view_past_a_mask_is_told_of():
+    """What reads it runs densely, whatever the layer says of itself."""
+    model = fxmask.apply(Held("closure", lambda w: w.t()), ratio=0.75, block=BLOCK)
+    report = analyze(model, tokens())
+    assert of_phases(report) == (DENSE,) * 3 and not any("No layer is masked" in n for n in report.notes)
+    assert any(n.startswith("No product here reads any of the 1 masked weights with its mask: dense") for n in report.notes)
+    assert "1 products read masked weights past their masks, such as mm of fc.weight in (model): they run densely." in report.notes
+    assert not [n for n in analyze(masked(F.linear), tokens()).notes if "past their masks" in n or n.startswith("No product")]
+
+
 def test_what_is_made_of_another_models_weight_leaves_no_gradient_there():
     other = nn.Linear(64, 48)
     twice = (other.weight * 2).t()
