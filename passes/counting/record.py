@@ -25,7 +25,7 @@ from .calls import Call
 from .fakes import Views, view_of
 from .origins import Origins
 from .shapes import run
-from .work import weights_gradients
+from .work import makes_weight, weights_gradients
 
 CALL_CODE = nn.Module._call_impl.__code__
 BACKWARD_CODE = torch.autograd.graph._engine_run_backward.__code__
@@ -52,6 +52,7 @@ class Recorder(TorchDispatchMode):
         self.trained: set[int] = set()  # ids of those that got one
         self.written: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors that an op wrote to, and what they held
         self._by_seq: dict[int, Call] = {}
+        self._inside: dict[int, Call] = {}  # of a function that has a backward of its own: the op in it that meets a weight, where its first one does not
         self._of_weights: set[int] = set()  # storages of gradients of weights
         self._seq = torch.autograd._get_sequence_nr()
 
@@ -121,7 +122,10 @@ class Recorder(TorchDispatchMode):
         module, kind = self.module()
         call = Call(func, places[0], places[1], [], module, kind, self.node, backward, recomputed)
         if call.differentiates:
-            call.forward = self._by_seq.get(node._sequence_nr())  # none of AccumulateGrad, whose number is no op's
+            number = node._sequence_nr()
+            call.forward = self._by_seq.get(number)  # none of AccumulateGrad, whose number is no op's
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                call.forward = self._inside.get(number, call.forward)
             if call.forward is not None:
                 call.module, call.kind, call.node = call.forward.module, call.forward.kind, call.forward.node
             call.summed = call.op == "aten.add" and len(call.inputs) == 2 and _by_the_engine()
@@ -129,6 +133,8 @@ class Recorder(TorchDispatchMode):
         elif now > self._seq:  # autograd made a node for this op just before it came here
             call.seq, self._seq = now - 1, now
             self._by_seq[call.seq] = call
+        elif not torch.is_grad_enabled() and _meets_weight(call) and not _meets_weight(self._by_seq.get(self._seq - 1)):
+            self._inside.setdefault(self._seq - 1, call)
         made = self.origins.mask_made(call, args, kwargs, module)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
@@ -153,6 +159,11 @@ class Recorder(TorchDispatchMode):
                     self.frames.setdefault(id(frame), (frame, name))
                     found = found or (".".join(p for p in (name, self.stack if isinstance(m, torch.fx.GraphModule) else "") if p), type(m).__name__)
         return found or (self.stack, "")
+
+
+def _meets_weight(call: Call | None) -> bool:
+    """Whether an op has a weight and something else."""
+    return call is not None and bool(call.weights) and not makes_weight(call)
 
 
 def _leaves(t: Tensor) -> list[Tensor]:

@@ -169,3 +169,33 @@ def test_gradients_of_gradients():
         y = model(x)
         y.backward(torch.ones_like(y))
     assert totals(count(model, x))[2] == sum(seen)
+
+
+class Product(torch.autograd.Function):
+    """Whose first op is of the weight alone."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t().contiguous()
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, w = ctx.saved_tensors
+        return gy @ w, gy.t() @ x
+
+
+class Functions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(48, 64)), nn.Parameter(torch.randn(32, 48))
+
+    def forward(self, x):
+        return Product.apply(Product.apply(x, self.a), self.b)
+
+
+def test_a_function_with_a_backward_of_its_own():
+    model, x = Functions(), torch.randn(6, 64)
+    s, one = count(model, x).summary["flop"], 2 * 6 * (64 * 48 + 48 * 32)
+    assert (s["fwd"], s["bwd_dx"], s["bwd_dw"]) == (one,) * 3, "it makes a gradient of an input that needs none, too"
+    assert totals(count(model, x))[:2] == both(model, x)
