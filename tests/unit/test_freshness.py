@@ -186,6 +186,14 @@ def test_layers_of_one_weight_that_were_masked_apart_have_masks_of_their_own(opt
     assert all(torch.equal(layer._fxmask_mask, mask) for layer, mask in zip(model, alone, strict=True))
 
 
+def test_layers_of_one_weight_keep_the_masks_that_each_was_given():
+    model, given = fxmask.restore(tied(2)), [torch.eye(4) > 0, torch.eye(4).flip(0) > 0]
+    for layer, mask in zip(model, given, strict=True):
+        fxmask.apply(layer, block=(16, 16), masks={"weight": mask})
+    fxmask.refresh(model)
+    assert all(torch.equal(layer._fxmask_mask, mask) for layer, mask in zip(model, given, strict=True))
+
+
 def test_tied_layers_make_one_mask_a_load(monkeypatch):
     """N layers load one after the other, and each load is for all: N masks are made, not N * N."""
     model, built, index = tied(9), [], ops.index
