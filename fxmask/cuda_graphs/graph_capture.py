@@ -116,7 +116,7 @@ def _read_late(noted: list[object]) -> str | None:
     for item in noted:
         if isinstance(item, GuardHandle):
             moved |= {id(site): site._fxmask_name for site, _ in item._followed if _moves(site._fxmask_given)}
-            moved |= {id(m): type(m).__name__ for m in item._pruned}
+            moved |= {id(m): name for name, m in item._pruned}
         elif id(item) in moved:
             return moved[id(item)]
     return None

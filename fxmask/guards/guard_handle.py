@@ -39,8 +39,8 @@ class GuardHandle:
 
     def __init__(self, optimizer: Optimizer, held: Held, choice: str, returning: str, masked_step: bool | str, model: nn.Module) -> None:
         self._hooks: list[Any] = []
-        self._scheduled: list[Scheduled] = [(m, m.__dict__["_fxmask_pruning_given"]) for _, m in scheduled_layers(model)]
-        self._pruned: list[nn.Module] = []  # those of them that this guard counts for
+        self._scheduled: list[Scheduled] = [(n, m, m.__dict__["_fxmask_pruning_given"]) for n, m in scheduled_layers(model)]
+        self._pruned: list[tuple[str, nn.Module]] = []  # those of them that this guard counts for
         self.masked_step = masked_step
         self._under_way: GuardedStep | None = None
         self._guarded, self._followed, self._others = held
@@ -69,9 +69,10 @@ class GuardHandle:
         for site, _ in followed:
             site._fxmask_guard = self._token
         taken_steps.advance(followed, 0)
-        for m in counted_layers(optimizer, self._scheduled):
+        pruned = counted_layers(optimizer, self._scheduled)
+        for _, m in pruned:
             pruning_schedule.follow(m, self._token)
-            self._pruned.append(m)
+        self._pruned += pruned
 
     @property
     def policies(self) -> dict[str, str]:
@@ -81,8 +82,9 @@ class GuardHandle:
     def _is_ours(self, site: Site) -> bool:
         return site.__dict__.get("_fxmask_guard") is self._token  # neither restored since nor masked anew
 
-    def _counts(self, m: nn.Module) -> bool:
-        return m.__dict__.get("_fxmask_pruning_guard") is self._token
+    def _counted(self) -> list[tuple[str, nn.Module]]:
+        """Layers with a schedule of pruned inputs, but for those that were restored since."""
+        return [(n, m) for n, m in self._pruned if m.__dict__.get("_fxmask_pruning_guard") is self._token]
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Guard masked weights that the optimiser has taken up since, by `add_param_group` or in exchange for others, and count for pruned inputs of theirs."""
@@ -131,7 +133,7 @@ class GuardHandle:
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
         self._noticed.look_for_replaced(self._guarded)
         if self.steps == 0 and self._captures is None:
-            self._noticed.look_at_the_start(optimizer, self._guarded, self._followed)
+            self._noticed.look_at_the_start(optimizer, self._guarded, self._followed, self._counted())
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if other_steps.is_no_step(optimizer):
@@ -155,7 +157,7 @@ class GuardHandle:
             g.stateless = g.by_momenta and g.weight.grad is not None and not state_of(optimizer, g.weight)
         taken_steps.advance([(site, weight_now(site, weight)) for site, weight in self._followed if id(site) not in self._ahead], 1, compute)
         self._ahead = set()
-        for m in filter(self._counts, self._pruned):
+        for _, m in self._counted():
             pruning_schedule.advance(m, 1)
         reset_returned(optimizer, self._guarded)
 
@@ -170,7 +172,7 @@ class GuardHandle:
             if self._is_ours(site):
                 site._fxmask_policy, site._fxmask_guard, site._fxmask_announced, site._fxmask_forward = None, None, False, ()
                 note_weight(site, weight)
-        for m in filter(self._counts, self._pruned):
+        for _, m in self._counted():
             pruning_schedule.follow(m, None)
         self._hooks = []
 

@@ -26,7 +26,7 @@ from ..swap import MaskedLayer
 
 Followed = tuple[Site, "torch.Tensor | None"]
 Named = tuple[str, Site, torch.Tensor]
-Scheduled = tuple[nn.Module, object]  # and the schedule of its pruned inputs as it was asked for
+Scheduled = tuple[str, nn.Module, object]  # a layer by its name, and the schedule of its pruned inputs as it was asked for
 
 
 class Held(NamedTuple):
@@ -59,11 +59,11 @@ def shared_out(optimizer: Optimizer, found: Iterable[tuple[str, Site, torch.Tens
     return held
 
 
-def counted_layers(optimizer: Optimizer, scheduled: list[Scheduled]) -> list[nn.Module]:
+def counted_layers(optimizer: Optimizer, scheduled: list[Scheduled]) -> list[tuple[str, nn.Module]]:
     """Of the layers that had a schedule of pruned inputs when the guard was made, and have that one still: those that the optimiser moves, and no guard counts
     for yet."""
-    free = [m for m, given in scheduled if m.__dict__.get("_fxmask_pruning_given") is given and m.__dict__["_fxmask_pruning_guard"] is None]
-    return [m for m in free if any(group_of(optimizer, p) is not None for p in m.parameters())]
+    same = [(n, m) for n, m, given in scheduled if m.__dict__.get("_fxmask_pruning_given") is given and m.__dict__["_fxmask_pruning_guard"] is None]
+    return [(n, m) for n, m in same if any(group_of(optimizer, p) is not None for p in m.parameters())]
 
 
 def makers_of(layer: nn.Module) -> Iterator[nn.Parameter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -16,11 +16,12 @@ from ..passes.state.site_mask import masks_any
 from ..passes.stepping.bypass import gradient_of, has_broken, warn_of_adapters, warn_of_dense_gradients
 from ..passes.stepping.guarded_weight import Guarded
 from ..passes.stepping.held import group_of
-from ..pruning import scheduled_layers
 from ..sites import sites
 from .guarded import Followed, Held, Named
 from .lost_state import stepped_with, warn_of_lost_state
 from .replaced import warn_of_replaced
+
+Pruned = tuple[str, nn.Module]  # a layer with a schedule of pruned inputs, by its name
 
 
 class Noticed:
@@ -42,20 +43,16 @@ class Noticed:
         """What the guard was given, as far as it is still there."""
         return [m for part in self._parts if (m := part()) is not None]
 
-    def begin(self, optimizer: Optimizer, held: Held, counted: Sequence[nn.Module]) -> None:
+    def begin(self, optimizer: Optimizer, held: Held, counted: Sequence[Pruned]) -> None:
         """Before the guard tells them of its steps."""
         new = [m for m in stepped_with(held.guarded, held.followed) if not m[1]._fxmask_announced]
-        pruned = self._named(id(m) for m in counted if not is_announced(m))
+        pruned = [(name, m) for name, m in counted if not is_announced(m)]
         self._new = {*(id(site) for _, site, _ in new), *(id(m) for _, m in pruned)} - warn_of_lost_state(optimizer, new, pruned)
 
-    def _named(self, pruned: Iterable[int]) -> list[tuple[str, nn.Module]]:
-        """Of these modules, by their ids, those with a schedule of pruned inputs, and their names."""
-        model, ids = self.model(), set(pruned)
-        return [] if model is None or not ids else [(name, m) for name, m in scheduled_layers(model) if id(m) in ids]
-
-    def look_at_the_start(self, optimizer: Optimizer, guarded: Sequence[Guarded], followed: Sequence[Followed]) -> None:
+    def look_at_the_start(self, optimizer: Optimizer, guarded: Sequence[Guarded], followed: Sequence[Followed], counted: Sequence[Pruned]) -> None:
         """Before the first step: an optimiser's state may be loaded after the guard, and adapters may come."""
-        warn_of_lost_state(optimizer, [m for m in stepped_with(guarded, followed) if id(m[1]) in self._new], self._named(self._new))
+        new = [m for m in stepped_with(guarded, followed) if id(m[1]) in self._new]
+        warn_of_lost_state(optimizer, new, [(name, m) for name, m in counted if id(m) in self._new])
         self._new = set()
         if (model := self.model()) is not None:
             warn_of_adapters(model)

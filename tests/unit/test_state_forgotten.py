@@ -261,6 +261,18 @@ def test_a_schedule_of_pruned_inputs_without_the_state(first, counts):
     steps(model, optimiser, 2)  # any warning is an error
 
 
+def test_a_schedule_of_pruned_inputs_of_models_that_are_guarded_together():
+    """By a list that nobody keeps."""
+    model = fxmask.apply(mlp(), fxmask.WeightMask(), RAMP)
+    _, state = half_way(model, optim.AdamW(model.parameters()))
+    model = fxmask.apply(mlp(), fxmask.WeightMask(), RAMP)
+    optimiser = optim.AdamW(model.parameters())
+    fxmask.guard(optimiser, nn.ModuleList([model]))
+    optimiser.load_state_dict(state)
+    with pytest.warns(fxmask.FxMaskWarning, match=r"(?s)their schedules of pruned inputs begin.*where: 0\.0, 0\.2\n"):
+        steps(model, optimiser, 1)
+
+
 @pytest.mark.parametrize("taken", ["before the first step", "half-way", "never"])
 def test_a_schedule_of_pruned_inputs_that_nobody_forgot(taken):
     """Its state is loaded, be it that of step 0; or `step` says that it begins now."""
