@@ -34,18 +34,21 @@ def may_take(site: Site, device: torch.device) -> bool:
 
 
 def settled_ratio(c: WeightMask, step: int, final: float) -> float:
-    """The ratio that decides at a step: the last of `MARKS` that it has passed. Of layers that move alone, by flips, the lowest, or each would recompile."""
-    if isinstance(c.schedule, Feedback) and c.schedule.measure == "flip_rate":
-        return c.schedule.initial
+    """The ratio that decides at a step: the last of `MARKS` that it has passed."""
     now = c.ratio_at(step)
     marks = [mark * final for mark in MARKS] if now < final else [final + mark * (1 - final) for mark in DOWN]
     return next((mark for mark in marks if mark <= now + 1e-9), 0.0)
 
 
 def density(site: Site) -> float:
-    """The kept share of the blocks, as the choice takes it. Inside `fxmask.dense` that of the masks which come back: nothing recompiles for a look."""
-    blocks = site._fxmask_blocks
-    return keep_count(blocks, settled_ratio(site._fxmask_config, site._fxmask_step, site._fxmask_given.final_ratio)) / max(1, blocks)
+    """The kept share of the blocks, as the choice takes it. Inside `fxmask.dense` that of the masks which come back: nothing recompiles for a look. Of layers
+    that move alone, by flips, that of their lowest ratio, or each would recompile."""
+    blocks, given = site._fxmask_blocks, site._fxmask_given
+    if isinstance(given.schedule, Feedback) and given.schedule.measure == "flip_rate":
+        ratio = given.schedule.initial
+    else:
+        ratio = settled_ratio(site._fxmask_config, site._fxmask_step, given.final_ratio)
+    return keep_count(blocks, ratio) / max(1, blocks)
 
 
 def least_tokens(site: Site, device: torch.device) -> int:

@@ -16,7 +16,9 @@ from fxmask.bench.inputs import Inputs
 from fxmask.kernels import availability, gpu_choice
 from fxmask.kernels.grid import grid_shape, keep_count
 from fxmask.kernels.lists import UNITS
-from fxmask.passes.state import gpu_site
+from fxmask.passes.settings import looks
+from fxmask.passes.settings.feedback import Progress
+from fxmask.passes.state import gpu_site, tensors
 
 RECORDED = Path(__file__).parents[2] / "examples/results/h200/bench.csv"
 WIDE, BLOCK, CUDA = (4096, 4096), (64, 64), torch.device("cuda")
@@ -258,6 +260,19 @@ def test_a_ratio_on_its_way_counts_at_a_few_marks(schedule):
     seen = [gpu_site.settled_ratio(config, step, 0.3) for step in range(220)]
     assert len(set(seen)) <= 5 and seen[-1] == pytest.approx(0.3)
     assert all(mark <= config.ratio_at(step) + 1e-9 for step, mark in enumerate(seen))
+
+
+def test_layers_that_move_alone_stay_at_their_lowest_ratio(hopper):
+    """By flips; marks of their own would recompile what they are compiled in for each of them. By the loss all move together."""
+    found = {}
+    for measure in ("flip_rate", "loss"):
+        m = layer(schedule=fxmask.Feedback(measure, every=1, goal=1.0))
+        before = m._fxmask_from
+        looks.load(m, {**Progress(level=100, next=100)._asdict(), "looked": None})
+        tensors.sync(m)
+        assert m._fxmask_config.ratio == 0.9
+        found[measure] = m._fxmask_from != before
+    assert found == {"flip_rate": False, "loss": True}
 
 
 @pytest.mark.parametrize("backward", ["masked", "ste", "unmasked"])
