@@ -59,3 +59,15 @@ def test_a_mask_behind_its_feedback_warns():
     fxmask.refresh(model)
     fxmask.finalize(model)  # without a warning
     assert torch.equal(model[0].weight, with_zeros(mlp(), NAMES, (16, 16), 0.75)[0].weight)
+
+
+def test_ties_that_stay_are_no_mask_behind_its_feedback():
+    model = mlp()
+    torch.nn.init.ones_(model[0].weight)
+    fxmask.apply(model, ratio=0.75, refresh=2, ties="keep", schedule=fxmask.Feedback("loss", every=1, change=0.75))
+    fxmask.step(model, 0)
+    fxmask.feedback(model, 1.0)
+    fxmask.step(model)
+    fxmask.refresh(model)
+    assert fxmask.masks(model)["0.weight"].all()
+    fxmask.finalize(model)  # without a warning

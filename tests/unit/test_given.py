@@ -256,6 +256,18 @@ def test_models_of_an_ensemble_share_it():
     torch.testing.assert_close(found, torch.stack([m(x) for m in models]))
 
 
+def test_models_of_an_ensemble_share_none_that_is_on_its_way():
+    """There blocks that tie go by each one's weights."""
+    models = [masked(schedule=SCHEDULE) for _ in range(3)]
+    for m in models:
+        fxmask.step(m, 1)
+    params, buffers = torch.func.stack_module_state(models)
+    x = torch.randn(5, 64)
+    mapped = torch.func.vmap(lambda p, b: torch.func.functional_call(models[0], (p, b), (x,)))
+    with pytest.raises(UnsupportedError, match="vmap over the weights of a layer with a cached mask"):
+        mapped(params, buffers)
+
+
 def test_a_pickled_model_that_lost_it_says_so():
     saved = io.BytesIO()
     torch.save(masked(), saved)

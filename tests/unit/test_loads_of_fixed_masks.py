@@ -300,3 +300,10 @@ def test_meta_weights_inside_dense():
         _assigned(model, other)
         assert all(mask.all() for mask in fxmask.masks(model).values())
     assert anew(model, other)
+
+
+def test_masks_that_come_back_move_with_the_model_inside_dense():
+    model = fxmask.apply(mlp(), ratio=0.6, refresh=0)
+    with fxmask.dense(model):
+        model.to("meta")
+    assert all(layer._fxmask_mask.is_meta for layer in (model[0], model[2]))

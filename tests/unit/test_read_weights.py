@@ -152,6 +152,26 @@ def test_a_layer_that_a_forward_does_not_read_hides_no_write_into_another_nor_in
         model(x, first, writes=True)
 
 
+class Around(nn.Module):
+    """Reads the weight before the forward of another reader, and writes into it behind that."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Owner()
+
+    def forward(self, x):
+        w = self.inner.fc.weight
+        y = self.inner(x)
+        halve(w)
+        return F.linear(y, w)
+
+
+def test_a_reader_inside_of_another_one_ends_no_look_at_its_writes():
+    model = fxmask.apply(Around(), ratio=0.5)
+    with pytest.raises(UnsupportedError, match=r"(?s)the forward of Around writes into the weight of this layer.*where: inner\.fc\.weight"):
+        model(torch.randn(8, 64))
+
+
 class MaskedAnew(Owner):
     """Its masks are taken off and made again before it ends."""
 

@@ -129,6 +129,13 @@ def test_restore_leaves_no_hook_of_loads(config):
     assert not any(m._load_state_dict_post_hooks for m in model.modules()) and b"fxmask" not in pickle.dumps(model)
 
 
+def test_restore_leaves_no_hook_of_loads_in_a_graph():
+    gm = fxmask.apply(torch.fx.symbolic_trace(mlp()), ratio=0.7)
+    assert any(m._load_state_dict_post_hooks for m in gm.modules())
+    fxmask.restore(gm)
+    assert not any(m._load_state_dict_post_hooks for m in gm.modules())
+
+
 class ParametrizedLinear(nn.Linear):
     """Named as PyTorch names what a parametrisation makes, and none of it."""
 
