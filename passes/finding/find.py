@@ -91,7 +91,7 @@ def _way_out(name: str, m: nn.Module, problem: str) -> str:
 
 def _wraps(m: nn.Module) -> bool:
     """Whether an nn.Linear by name has no weight of its own but shows that of a layer inside, which is found there, as some of PEFT's adapters do."""
-    cls: Any = type(m)
+    cls: Any = getattr(type(m), "_fxmask_base", type(m))
     if not isinstance(m, nn.Linear) or "weight" in m._parameters or parametrize.is_parametrized(m) or computes_linear(cls):
         return False
     weight = getattr(m, "weight", None)

@@ -195,3 +195,22 @@ def test_a_head_that_is_the_table_of_another_class_of_embedding():
     fxmask.apply(model)
     assert list(fxmask.masks(model)) == ["1.weight"]
     assert [row["reason"] for row in fxmask.explain(model).rows if row["name"] == "2"] == ["default exclusion: weight tied to an Embedding"]
+
+
+class Shows(nn.Linear):
+    """Has no weight, and computes with that of a layer inside, which it never calls."""
+
+    weight = property(lambda self: self.inner.weight)
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = 48, 32, None
+        self.inner = nn.Linear(48, 32, bias=False)
+
+
+def test_a_layer_that_computes_with_the_weight_of_one_inside_is_masked():
+    model, x = nn.Sequential(Shows()), torch.randn(3, 48)
+    twin = nn.Sequential(copy.deepcopy(model[0].inner))
+    fxmask.apply(model), fxmask.apply(twin)
+    torch.testing.assert_close(model(x), twin(x))
+    assert [(row["name"], row["masked"]) for row in fxmask.explain(model).rows] == [("0", True), ("0.inner", True)]
