@@ -136,6 +136,15 @@ def test_restore_leaves_no_hook_of_loads_in_a_graph():
     assert not any(m._load_state_dict_post_hooks for m in gm.modules())
 
 
+def test_an_apply_that_fails_leaves_the_hooks_of_loads_in_a_graph_as_they_were(monkeypatch):
+    gm = fxmask.apply(torch.fx.symbolic_trace(mlp()), ratio=0.7, include="0")
+    before = [len(m._load_state_dict_post_hooks) for m in gm.modules()]
+    monkeypatch.setattr("fxmask.changing.note_ties", lambda model: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fxmask.apply(gm, ratio=0.7, include="2")
+    assert [len(m._load_state_dict_post_hooks) for m in gm.modules()] == before
+
+
 class ParametrizedLinear(nn.Linear):
     """Named as PyTorch names what a parametrisation makes, and none of it."""
 
