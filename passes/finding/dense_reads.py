@@ -24,10 +24,12 @@ from .said import FACTS
 ACTIVATION = "its weight is computed from an input of the model"
 CHANGED = "fxmask.apply has changed what becomes of its input, and was asked for no mask of its weight"
 SUMS = ("addmm", "baddbmm", "addbmm", "addmv")  # whose first argument is added
-KERNELS = ("conv1d", "conv2d", "conv3d", "convolution")  # the last one is what decompositions make of the others
+KERNELS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution")  # the last is what decompositions make
+ATTENTION = ("scaled_dot_product_attention", *(f"_scaled_dot_product_{n}_attention" for n in ("flash", "efficient", "cudnn")))
+FORMS = ("bilinear", "_trilinear", "cdist", "_cdist_forward", "_euclidean_dist", "_scaled_dot_product_flash_attention_for_cpu", *ATTENTION)
 DENSE = ("pruned_linear", "dropped_linear")  # ours, of layers whose inputs were pruned or dropped before the model was traced
 MASK = 6  # the place of a mask of W among the arguments of pruned_linear
-FREE = ("einsum", "tensordot", "inner", *KERNELS, *DENSE)  # which order the axes as they like
+FREE = ("einsum", "tensordot", "inner", *FORMS, *KERNELS, *DENSE)  # which order the axes as they like
 CHAINS = ("linalg_multi_dot", "chain_matmul")
 NEW_LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 CAST_LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")  # their second argument says what the first is to look like
@@ -207,4 +209,6 @@ def _roles(node: Node, name: str) -> tuple[Any, Any]:
     given = [*node.args, *(node.kwargs[k] for k in ("input", "self", "mat1", "batch1", "mat") if k in node.kwargs), None, None]
     if name in SUMS:
         return given[0], given[1]
+    if "attention" in name:  # a mask of it
+        return next((node.kwargs[k] for k in ("attn_mask", "attn_bias") if k in node.kwargs), node.args[3] if len(node.args) > 3 else None), None
     return None, given[1 if name == "__rmatmul__" else 0]

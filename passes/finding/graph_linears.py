@@ -81,7 +81,7 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
 
 def masks_behind(weight: Any, given: Given) -> list[Node]:
     """The masks of a model that was masked before it was traced which a weight is made with: it is W∘M, or made of some."""
-    return [n for n in behind(weight, inputs=lambda n: [] if is_product(n) else given.get(n, n.all_input_nodes)) if is_masking(n)]
+    return [n for n in behind(weight, inputs=lambda n: [] if is_product(n) else given.get(n, n.all_input_nodes)) if is_masking(n, given)]
 
 
 def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict[Node, str], constants: set[Node], given: Given) -> tuple[Any, Candidate]:
@@ -119,8 +119,9 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
 
 
 def _own_weights(model: nn.Module, prefix: str, gm: GraphModule) -> dict[Node, Made]:
-    """The nodes of a graph at `prefix` that are weights of layers, by their names; each by its path in the model."""
-    paths = {n: join(prefix, str(n.target)) for n in gm.graph.find_nodes(op="get_attr") if str(n.target).rpartition(".")[2] == "weight"}
+    """The nodes of a graph at `prefix` that are weights of layers, by their names, or by those that make_fx gives; each by its path in the model."""
+    named = {n: str(n.target).rpartition(".")[2] for n in gm.graph.find_nodes(op="get_attr")}
+    paths = {n: join(prefix, str(n.target)) for n, name in named.items() if name == "weight" or name.startswith("_param_constant")}
     return {n: ((path,), False) for n, path in paths.items() if isinstance(w := resolve(model, path), nn.Parameter) and w.dim() == 2}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ PLAIN = {torch.ops.aten.where.ScalarOther: (1, 0), torch.ops.aten.where.self: (1
 # PyTorch's, where the weight and the mask stand; a decomposition makes the second of the first, the last one is by a soft mask
 NAMES = ("nm_mask", "nm_logits", "nm_patterns")  # of a layer's attributes
 HELD = ("placeholder", "get_attr")
+Given = Mapping[Node, Sequence[Node]]
 BITS = torch.ops.aten.view.dtype  # by which masks by magnitude rank a weight
 
 
@@ -27,8 +29,11 @@ class ByElement(NamedTuple):
     mask: Any
 
 
-def by_element(node: Node) -> ByElement | None:
-    """The weight and the mask of a node that is W∘M of an N:M mask, or None: anybody may multiply by `torch.where(mask, w, 0)`."""
+def by_element(node: Node, given: Given | None = None) -> ByElement | None:
+    """The weight and the mask of a node that is W∘M of an N:M mask, or None: anybody may multiply by `torch.where(mask, w, 0)`.
+
+    given: what calls give for the inputs of bodies, see `regions.given_to`; those of while_loop have no names of their own.
+    """
     args: Any = node.args
     if node.target in OPS:
         at = OPS[node.target]
@@ -37,19 +42,19 @@ def by_element(node: Node) -> ByElement | None:
         return None
     w, mask = (args[i] for i in PLAIN[node.target])
     alike = isinstance(w, Node) and isinstance(mask, Node) and _shape(w) == _shape(mask)  # ranks and logits have such ops, too, with numbers
-    return ByElement(w, mask) if alike and _in_nm_layer(node, w, mask) else None
+    return ByElement(w, mask) if alike and _in_nm_layer(node, w, mask, given or {}) else None
 
 
-def is_masking(node: Node) -> bool:
-    """Whether a node is a block mask, or W∘M of an N:M mask: what is made of it is no dense weight."""
-    return is_mask(node) or by_element(node) is not None
+def is_masking(node: Node, given: Given | None = None) -> bool:
+    """Whether a node is a block mask, or W∘M of an N:M mask: what is made of it is no dense weight. given: as above."""
+    return is_mask(node) or by_element(node, given) is not None
 
 
 def _shape(node: Node) -> Any:
     return getattr(recorded_value(node), "shape", None)
 
 
-def _in_nm_layer(node: Node, w: Node, mask: Node) -> bool:
+def _in_nm_layer(node: Node, w: Node, mask: Node, given: Given) -> bool:
     """Whether a call was traced in a layer with an N:M mask: by what the trace calls its class; where it does not, by what the mask is made of.
 
     It does not in bodies, and decompositions of an autocast region leave the module around it.
@@ -60,7 +65,14 @@ def _in_nm_layer(node: Node, w: Node, mask: Node) -> bool:
         return True
     if w.op not in HELD or (stack and w.op != "get_attr"):  # no walk for each product of activations
         return False
-    return any(n.target is BITS or _beside(n, w) for n in behind(mask))
+    return any(n.target is BITS or _beside(_outside(n, given), _outside(w, given)) for n in behind(mask))
+
+
+def _outside(n: Node, given: Given) -> Node:
+    """What an input of a body is where it comes from."""
+    while given.get(n):
+        n = given[n][0]
+    return n
 
 
 def _beside(n: Node, w: Node) -> bool:

@@ -70,7 +70,7 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
         of_weight = node.target in LINEARS  # of others nothing says which operand it is
         masks = masks_behind(weight_arg(node), given) if of_weight else [mask for n in node.all_input_nodes for mask in masks_in.get(n, ())]
         for read in dict.fromkeys(masks) if is_product(node) else ():
-            if (element := by_element(read)) is not None:
+            if (element := by_element(read, given)) is not None:
                 if read.target in OPS or all(n.name.startswith(PARAMETER) for n in inputs_in(element.weight, given)):  # in a body an input looks like a weight
                     yield inside(node, element.weight, element.mask, None, None, "masked_dense")
             elif (block := _block(read, made[read])) is not None:
@@ -90,7 +90,7 @@ def _made_of_masks(graphs: Sequence[GraphModule], given: Given) -> dict[Node, li
         constants |= made_of_weights(gm, {**weights, **{n: joined(constants[outer] for outer in given[n]) for n in handed}})
         for node in gm.graph.nodes:
             masks = [mask for n in given.get(node, node.all_input_nodes) for mask in found.get(n, ())]
-            if is_masking(node):
+            if is_masking(node, given):
                 found[node] = [node]
             elif masks and not is_product(node) and all(n in found or n in constants or is_small(n) or is_index(n) for n in node.all_input_nodes):
                 found[node] = [*dict.fromkeys(masks)]

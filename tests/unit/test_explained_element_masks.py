@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops.while_loop import while_loop
 from unit.nm_models import MODES
 
 import fxmask
@@ -39,6 +40,22 @@ class Body(nn.Module):
 
     def forward(self, x):
         return torch.cond(x.sum() > 0, lambda y: self.fc(y), lambda y: y + 1, (x,))
+
+
+class Loop(Body):
+    """The inputs of such a body have no names."""
+
+    def forward(self, x):
+        return while_loop(lambda i, z: i < 3, lambda i, z: (i + 1, torch.tanh(self.fc(z))), (torch.tensor(0), x))[1]
+
+
+@pytest.mark.parametrize(("mode", "state"), [*((mode, "eval") for mode in MODES), ("magnitude", "frozen")])
+def test_a_layer_in_the_body_of_a_loop(mode, state):
+    model = fxmask.apply(Loop(), fxmask.NMMask(2, 4, **MODES[mode])).eval()
+    if state == "frozen":
+        fxmask.freeze(model)
+    gm = torch.export.export(model, (torch.randn(4, 64),)).module()
+    assert rows(gm, "name", "masked", "block", "reason") == [("fc", True, "N:M", IN_TRACE)]
 
 
 @pytest.mark.parametrize(("mode", "state"), [*((mode, "train") for mode in MODES), ("learned", "eval"), ("magnitude", "frozen"), ("soft", "frozen")])

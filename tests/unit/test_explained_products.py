@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxmask
 from fxmask.errors import FxMaskWarning
@@ -53,6 +54,26 @@ class Given(Owner):
 class Scaled(Owner):
     def forward(self, x):
         return F.linear(x, self.fc.weight * self.other[:, :1])
+
+
+class Bilinear(Owner):
+    def forward(self, x):
+        return F.bilinear(x[:, :8], x[:, 8:16], self.fc.weight.view(64, 8, 8))
+
+
+class Distances(Owner):
+    def forward(self, x):
+        return torch.cdist(x, self.fc.weight)
+
+
+class Keys(Owner):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x[None, None], self.fc.weight[None, None], self.fc.weight[None, None])
+
+
+class Transposed(Owner):
+    def forward(self, x):
+        return F.conv_transpose1d(x.T[None], self.fc.weight[:, :, None])
 
 
 OWNERS = [(Sum, 1), (Sum, 5), (Body, 1), (BodyOfABody, 5), (Given, 1), (Given, 5)]  # with masks that each forward makes, and cached ones
@@ -227,3 +248,38 @@ def test_an_op_of_somebody_elses_that_has_a_name_of_ours():
     with pytest.warns(FxMaskWarning) as told:
         fxmask.apply(gm, **OPTIONS)
     assert all("dropped_linear() reads it, which is no linear call; mask the nn.Module" in str(w.message) for w in told) and len(told) == 2
+
+
+@pytest.mark.parametrize("owner", [Bilinear, Distances, Keys, Transposed])
+def test_products_in_other_words(owner):
+    """Masked before the trace, each has its row; masked afterwards, it stays dense and says so."""
+    x = torch.randn(4, 64)
+    for gm in programs(fxmask.apply(owner(), **OPTIONS), x):
+        assert [(row["name"], row["masked"], row["block"]) for row in fxmask.explain(gm).rows] == [("fc", True, "32x16")]
+    gm, _ = programs(owner(), x)
+    with pytest.warns(FxMaskWarning) as told:
+        fxmask.apply(gm, **OPTIONS)
+    assert str(told[0].message).startswith("fc stays dense: ") and "reads it, which is no linear call" in str(told[0].message)
+    (row,) = fxmask.explain(gm).rows
+    assert (row["name"], row["masked"]) == ("fc", False) and "reads it, which is no linear call" in row["reason"]
+
+
+class Biased(Owner):
+    """A matrix that is added to the scores of attention."""
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask=self.fc.weight[:4, :4])
+
+
+def test_what_is_added_to_scores_is_no_factor():
+    for gm in programs(Biased(), torch.randn(4, 64)):
+        assert not fxmask.explain(gm).rows
+
+
+def test_linears_in_a_graph_of_make_fx_stay_dense_and_say_so():
+    """It gives parameters names of its own, and has products in place of linear calls."""
+    gm = make_fx(nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32, bias=False)))(torch.randn(4, 64))
+    with pytest.warns(FxMaskWarning) as told:
+        fxmask.apply(gm, **OPTIONS)
+    assert any("_param_constant0 stays dense: addmm() reads it, which is no linear call" in str(w.message) for w in told)
+    assert [(row["shape"], row["masked"]) for row in fxmask.explain(gm).rows] == [("48x64", False), ("32x48", False)]
