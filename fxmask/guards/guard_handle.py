@@ -91,7 +91,6 @@ class GuardHandle:
         ids = ids_of(optimizer)
         if ids == self._ids:
             return
-        self._ids = ids
         new = [(n, s, w) for n, s, w in self._others if "_fxmask_guard" in s.__dict__ and group_of(optimizer, w) is not None and s._fxmask_policy is None]
         guarded = [guarded_weight(n, s, w, self._choice) for n, s, w in new]
         followed: list[Followed] = [(s, w) for _, s, w in new if s._fxmask_guard is not self._token]  # another guard may have counted for it at rest
@@ -99,6 +98,7 @@ class GuardHandle:
         self._ahead = {id(s) for s, _ in followed if s._fxmask_guard is not None and s._fxmask_step > now}
         self._guarded, self._followed = self._guarded + guarded, self._followed + followed
         self._take(optimizer, guarded, followed)
+        self._ids = ids  # not where it raised: the next step does so again
 
     def _let_go(self) -> None:
         """Leave alone what was restored."""

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import fxmask
 from fxmask import FxMaskWarning
+from fxmask.errors import UnsupportedError
 from fxmask.passes.state import lost_guards, rebuild
 
 TEXT = "this model had a guard, which has ended with its optimiser, or follows no copy and no pickle: expected a new one, got none"
@@ -320,6 +321,17 @@ def test_an_old_guard_that_is_removed_leaves_the_new_one_alone():
     model(torch.randn(2, 32)).sum().backward()
     optimizer.step()
     assert list(new.policies) == ["0.weight"] and fxmask.explain(model).rows[0]["step"] == 1 and old.policies == {}
+
+
+def test_a_layer_that_cannot_be_taken_up_is_refused_at_every_step():
+    model = fxmask.apply(torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(2))), block=(8, 8), overrides={"1": dict(backward="ste")})
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    fxmask.guard(optimizer, model, masked_weights="freeze")
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    model(torch.randn(2, 32)).sum().backward()
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"masked_weights='freeze' with backward='ste'(.|\n)*where: 1\.weight"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("options", [dict(masked_weights="freeze"), dict(masked_step=True)], ids=["freeze", "masked_step"])
