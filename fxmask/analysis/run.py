@@ -57,7 +57,7 @@ def analyze(
     Args:
         model: nn.Module (masked or not), fx.GraphModule, graph of Dynamo, or torch.export.ExportedProgram; its weights may be on the meta device.
         inputs: a tensor, a tuple of the model's arguments, or a dict of its keyword arguments; only shapes and dtypes are looked at. kwargs: more of them.
-        phases: of fwd, dX, dW (the bias' gradient with it), opt; only ("fwd",) runs no backward.
+        phases: of fwd, dX, dW (the bias' gradient with it), opt; only ("fwd",) runs no backward but the forward's own.
         device: whose roofs are drawn: a name of `fxmask.analysis.devices`, "cpu" (this one, measured), a torch.device, a Device. Default: this machine's GPU
             where it is known, else "h100-sxm".
         optimizer: a name (adamw, sgd, sgd_momentum, ...), an instance, or None.
@@ -100,7 +100,7 @@ def analyze(
     if "opt" in phases and recording.backward:
         works += optimiser.step(recording, optimizer, works, masked_step, target)
     wanted = {*phases, "db"} if "dW" in phases else {*phases}
-    wanted |= {"recompute"} if wanted & {"dX", "dW"} else set()
+    wanted |= {"recompute"} if wanted & {"dX", "dW"} else set() if recording.backward else {"dX", "dW", "db"}  # what a forward differentiates is its own
     mark(works, recording.changed, recording.own)
     forward = [w for w in works if w.phase == "fwd"]  # knows the masks, whatever is asked for
     works = [w for w in works if w.phase in wanted]

@@ -30,6 +30,12 @@ from .recording import Recording, Saved
 from .traced import module_of, placeholders, runnable, traced_calls, traced_kinds
 from .untouched import plain_ops, unchanged
 
+FIX = (
+    "check the inputs' shapes and dtypes; where the code needs values (.item(), an if over a tensor), pass the part of the model that does not, or a traced "
+    "graph of it (torch.fx.symbolic_trace, torch.export.export)."
+)
+BY_FUNC = "the forward differentiates by torch.func: take torch.autograd.grad there, or count the forward alone (phases=('fwd',))."
+
 
 class _Nodes(fx.Interpreter):
     """Runs a graph, and tells the recorder which node runs."""
@@ -68,9 +74,7 @@ def capture(
         computed, traced = masks_of_computed(root), masks_in_traces(root)
         parameters, buffers = swap(root, faked)
         given = [(name, t) for name, t in placeholders(gm, args) if isinstance(t, Tensor)]  # Dynamo gives the model's tensors as inputs
-        for name, t in given:
-            if isinstance(t, nn.Parameter):
-                parameters.setdefault(name, t)
+        parameters |= {name: t for name, t in given if isinstance(t, nn.Parameter) and name not in parameters}
         inputs = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
         fake_args, fake_kwargs = tree_map(lambda a: faked(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs or {})))
         origins, sites = _origins(faked, parameters, buffers, inputs), _named_sites(root)
@@ -79,8 +83,8 @@ def capture(
         cached = [(m, m._fxmask_mask) for m in root.modules() if isinstance(m, Site) and m._fxmask_mask is not None]
         origins.cached = {storage_of(mask): (block, shape) for mask, block, shape in traced}
         origins.cached |= {storage_of(mask): (m._fxmask_config.block, m._fxmask_shape) for m, mask in cached}
-        lists = [m._fxmask_lists for m, _ in cached if m._fxmask_lists is not None]
-        before = {storage_of(t) for t in (*map(faked, inputs), *lists)} | {*origins.cached}
+        lists = {storage_of(m._fxmask_lists) for m, _ in cached if m._fxmask_lists is not None}
+        before = {storage_of(faked(t)) for t in inputs} | lists | {*origins.cached}
         recorder = Recorder({id(m): name for name, m in root.named_modules()}, origins, faked.made, faked.views(parameters.values()), progress)
         run = _Nodes(gm, recorder).run if gm is not None else root
         with mode, quiet():
@@ -194,7 +198,5 @@ def _raised_in(recorder: Recorder, e: Exception) -> str:
 def _failed(recorder: Recorder, e: Exception) -> UnsupportedError:
     last = recorder.calls[-1] if recorder.calls else None
     where = f"{recorder.node or _raised_in(recorder, e) or '(model)'}, after {last.op if last else 'nothing'}"
-    text = str(e).strip().splitlines()
-    what = f"the model cannot run on fake tensors, which have shapes and no values: {type(e).__name__}: {text[0][:300] if text else ''}"
-    fix = "check the inputs' shapes and dtypes; where the code needs values (.item(), an if over a tensor), pass the part of the model that"
-    return UnsupportedError(message(what, where, f"{fix} does not, or a traced graph of it (torch.fx.symbolic_trace, torch.export.export)."))
+    what = f"the model cannot run on fake tensors, which have shapes and no values: {type(e).__name__}: {str(e).strip().partition(chr(10))[0][:300]}"
+    return UnsupportedError(message(what, where, BY_FUNC if "saved tensor hooks" in str(e) else FIX))

@@ -10,6 +10,8 @@ from analysis.counted import both, mlp, totals
 from torch import nn
 from torch.utils import checkpoint
 
+from fxmask.errors import UnsupportedError
+
 
 def test_the_first_layer_has_no_dx():
     model, x = mlp(16, 32, 8), torch.randn(5, 16)
@@ -169,6 +171,24 @@ def test_gradients_of_gradients():
         y = model(x)
         y.backward(torch.ones_like(y))
     assert totals(count(model, x))[2] == sum(seen)
+
+
+class Force(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 24)
+
+    def forward(self, x):
+        return torch.func.grad(lambda z: self.fc(z).square().sum())(x)
+
+
+def test_a_forward_that_differentiates_by_functions():
+    """What it does itself counts where the forward alone is asked for."""
+    model, x, one = Force(), torch.randn(6, 16), 2 * 6 * 16 * 24
+    s = count(model, x, phases=("fwd",)).summary["flop"]
+    assert (s["fwd"], s["bwd_dx"], s["total"]) == (one, one, 2 * one)
+    with pytest.raises(UnsupportedError, match=r"(?s)saved tensor hooks.*fix: the forward differentiates by torch\.func: .*phases=\('fwd',\)"):
+        count(model, x)
 
 
 class Product(torch.autograd.Function):
