@@ -32,7 +32,7 @@ def matmul(
     reads_min = {x: itemsize * batch * m * k * live, w: itemsize * batch * n * k * live} | (least or {})
     out = {y: itemsize * batch * m * n}
     if bias:
-        reads["bias"], reads_min["bias"] = itemsize * bias * tiles_m, itemsize * bias
+        reads["bias"], reads_min["bias"] = itemsize * bias * tiles_m, itemsize * bias * live
     flop = 2 * batch * m * n * k
     return Cost(flop, 2 * batch * tiles_m * bm * tiles_n * bn * k, reads, out, reads_min, dict(out))
 

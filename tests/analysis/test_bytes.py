@@ -135,6 +135,13 @@ def test_a_mask_that_nobody_knows_is_counted_as_dense():
     assert any(n.startswith("1 masked weights come without the number of their kept blocks: they are counted as dense") for n in report.notes)
 
 
+@pytest.mark.parametrize("model", [nn.Linear(96, 64), nn.Conv1d(3, 4, 3)], ids=["linear", "convolution"])
+def test_no_tokens_ask_for_no_fewer_bytes_than_they_must(model):
+    x = torch.randn(0, 96) if isinstance(model, nn.Linear) else torch.randn(0, 3, 9)
+    rows = [r for r in analyze(model, x).tables["nodes"] if r["m"] is not None or r["phase"] == "fwd"]
+    assert rows and all(r["bytes_min"] <= r["bytes_req"] and r["flop"] == 0 for r in rows)
+
+
 def test_bytes_of_an_embedding():
     report = analyze(nn.Embedding(1000, 16), torch.randint(0, 1000, (3, 5)))
     assert bytes_of(report, "embedding")["fwd"] == 15 * (8 + 2 * 64)  # the rows that are read, not the table
