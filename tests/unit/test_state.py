@@ -239,3 +239,18 @@ def test_wrappers_inside_of_a_model_do_not_count_in_names(kind, direction):
             fxmask.load_state_dict(first, {**found, kind: {**found[kind], more: found[kind][name]}})
     with pytest.raises(StateError, match=r"the state is of other|expected what fxmask\.state_dict returned"):
         fxmask.load_state_dict(first, {**found, kind: 3})
+
+
+def test_a_state_brings_back_masks_that_were_lost_on_the_meta_device():
+    """Also where the weights were given their values past `load_state_dict`, as code of sharded checkpoints does."""
+    model = fxmask.apply(mlp(), ratio=0.6, refresh=0)
+    weights, saved, x = copy.deepcopy(model.state_dict()), fxmask.state_dict(model), torch.randn(3, 64)
+    expected = model(x)
+    model.to_empty(device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(weights[name])
+    with pytest.raises(StateError, match="lost on the meta device"):
+        model(x)
+    fxmask.load_state_dict(model, saved)
+    assert torch.equal(model(x), expected)
