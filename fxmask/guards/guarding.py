@@ -21,7 +21,7 @@ from ..passes.stepping.guarded_weight import POLICIES, RETURNING, may_freeze
 from ..passes.stepping.held import group_of
 from ..sites import required_sites
 from ..swap import MaskedLayer
-from .guard_handle import GuardHandle, masked_step_of
+from .guard_handle import GuardHandle, handles_of, masked_step_of
 from .guarded import makers_of, shared_out, warn_of_ranks
 from .replaced import warn_of_dense_owners, warn_of_lost
 
@@ -100,7 +100,21 @@ def guard(
     if masked_weights == "auto":
         _warn_of_made_weights(optimizer, model, found)
     warn_of_ranks(found)
-    return GuardHandle(optimizer, held, masked_weights, returning, masked_step, model)
+    handle = GuardHandle(optimizer, held, masked_weights, returning, masked_step, model)
+    _remove_ended(optimizer, handle)
+    return handle
+
+
+def _remove_ended(optimizer: Optimizer, new: GuardHandle) -> None:
+    """Take off earlier guards of the same weights whose masks were restored: with each restore and apply the hooks of one more would stay."""
+    ids = {id(g.weight) for g in new._guarded}
+    for old in handles_of(optimizer):
+        if old is new or old._under_way is not None:
+            continue
+        old._let_go()
+        rests = not old._guarded and not old._followed and not old._counted()
+        if rests and all(id(weight) in ids for _, _, weight in old._noticed.lost):
+            old.remove()
 
 
 def _inner(wrapper: Optimizer) -> str:

@@ -223,7 +223,7 @@ def guarded(form="module", **options):
 @pytest.mark.parametrize("again", [{}, dict(masked_step=True)], ids=["", "masked_step again"])
 @pytest.mark.parametrize("between", [0, 2], ids=["at once", "after dense steps"])
 def test_a_guard_that_went_with_restore_is_missed(form, between, options, again):
-    """One warning, at the first step that would move masked weights; a new guard holds them, though the old one's hooks are there still."""
+    """One warning, at the first step that would move masked weights; a new guard holds them, and takes the old one's hooks off."""
     model, optimiser, handle = guarded(form, **options)
     train(model, optimiser)
     fxmask.restore(model)
@@ -239,6 +239,7 @@ def test_a_guard_that_went_with_restore_is_missed(form, between, options, again)
     train(model, optimiser)  # once
     assert handle.policies == {} and set(policies(model).values()) == {"left to the optimiser (no guard)"}
     assert fxmask.guard(optimiser, model, **again).policies.keys() == {"0.weight", "2.weight", "4.weight"}
+    assert len(optimiser._optimizer_step_pre_hooks) == len(optimiser._optimizer_step_post_hooks) == 1
     masks = fxmask.masks(model)
     before = masked_part(model, masks)
     train(model, optimiser)
