@@ -64,7 +64,8 @@ class Noticed:
         self._applied, model = times_applied(), self.model()
         again = any(decided_by_apply(w) for _, _, w in self.lost)
         found = self.lost if model is None else sites(model)
-        bare = [n for n, s, w in found if s.__dict__.get("_fxmask_policy", "") is None and isinstance(w, nn.Parameter) and group_of(optimizer, w) is not None]
+        left = [(n, w) for n, s, w in found if s.__dict__.get("_fxmask_policy", "") is None and not s._fxmask_announced]  # those are told by hand
+        bare = [n for n, w in left if isinstance(w, nn.Parameter) and group_of(optimizer, w) is not None]
         self.lost = [] if again else self.lost
         if bare:
             what = "layers were masked after fxmask.guard, which does not hold them"

@@ -350,6 +350,19 @@ def test_an_old_guard_takes_up_nothing_that_was_masked_anew(options):
     assert new.policies == {"0.weight": "freeze", "1.weight": "freeze"} and old.policies == {}
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_steps_that_are_told_by_hand_want_no_new_guard(told):
+    """After `restore` and `apply`, with the old guard where it was."""
+    model, optimiser, _ = guarded()
+    fxmask.apply(fxmask.restore(model), ratio=0.7)
+    if told:
+        fxmask.step(model, 0)
+        train(model, optimiser)  # any warning is an error
+    else:
+        with pytest.warns(FxMaskWarning, match="its model is masked anew: expected a new guard, got none"):
+            train(model, optimiser)
+
+
 def test_a_step_that_fails_leaves_a_copy_uncounted(monkeypatch):
     model = fxmask.apply(mlp(), ratio=0.7, schedule=fxmask.Schedule("cubic", steps=4))
     fxmask.step(model, 0)
