@@ -48,7 +48,7 @@ def nobody_counts(site: Site, weight: Tensor) -> None:
 
 def warn_of_steps(site: Site) -> None:
     """FxMaskWarning where steps would make the ratio, or the phase, another one."""
-    if site._fxmask_is_dense:
+    if site._fxmask_is_dense or (site._fxmask_step and not site._fxmask_copied):  # where its own steps have brought it, as between two guards
         return
     c, given = site._fxmask_config, site._fxmask_given
     now = c.ratio_at(site._fxmask_step)

@@ -1,5 +1,6 @@
 """What counts optimiser steps: start, refresh, schedules, rigl; and fxmask.dense."""
 
+import copy
 import math
 
 import pytest
@@ -39,6 +40,23 @@ def test_training_without_a_step_source_raises(form, options):
     fxmask.step(model.train(), 0)
     model(x)
     assert {r["step"] for r in fxmask.explain(model).rows if r["masked"]} == {0}
+
+
+@FORMS
+def test_an_evaluation_between_two_guards_is_where_steps_have_come(form):
+    """Any warning is an error; a copy sees no steps of the run, and warns."""
+    model, x = masked(form, schedule=fxmask.Schedule(steps=5), backward="ste"), torch.randn(2, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with fxmask.guard(optimizer, model):
+            model(x).sum().backward()
+            optimizer.step()
+        model.eval()(x)
+        model.train()
+    assert {r["step"] for r in fxmask.explain(model).rows if r["masked"]} == {2}
+    twin = copy.deepcopy(model).eval()
+    with pytest.warns(fxmask.FxMaskWarning, match=r"a masked model is evaluated at ratio 0\.\d+, not 0\.5"):
+        twin(x)
 
 
 @FORMS
