@@ -98,9 +98,8 @@ class HealthLog:
         active += mask
         config, block = site._fxmask_config, site._fxmask_config.block
         now, held, total = signs(w, mask, block)
-        constant = int(mask.sum()) == int(last["mask"].sum())
         anew = not config.cached or site._fxmask_built != last.get("built")  # one that nothing has built since cannot have moved
-        last["quiet"] = last["quiet"] + anew if constant and not flips and self.updates > last["since"] else 0
+        last["quiet"] = last["quiet"] + anew if not flips and self.updates > last["since"] else 0
         last["mask"], last["built"] = mask, site._fxmask_built
         row = {
             "update": self.updates,

@@ -83,6 +83,8 @@ def test_no_warning_where_nothing_should_move(options):
     log = fxmask.HealthLog(m, still=1)
     for _ in range(3):
         log.update()
+        fxmask.step(m)
+        fxmask.refresh(m)
 
 
 def test_no_warning_of_a_weight_that_rests():
@@ -206,6 +208,35 @@ def test_nothing_moves_in_the_model():
     log.update()
     assert all(torch.equal(v, before[k]) for k, v in m.state_dict().items()) and all(torch.equal(v, masks[k]) for k, v in fxmask.masks(m).items())
     assert log.report().rows[0]["step"] == 0
+
+
+def test_flips_of_masks_that_are_rewritten_in_place():
+    m = model(refresh=2)
+    m[0]._fxmask_in_place = True  # as fxmask.graphed has it
+    log, flips = fxmask.HealthLog(m), []
+    for mask in (A, B):
+        put(m[0], mask)
+        fxmask.refresh(m)
+        flips.append(log.update().rows[0]["flips"])
+    assert flips == [0, 2]
+
+
+def test_a_state_is_a_copy():
+    log = fxmask.HealthLog(model())
+    log.update()
+    saved = log.state_dict()
+    log.update()
+    assert saved["activity"]["0.weight"].max() == 1 and log.activity["0.weight"].max() == 2
+
+
+def test_a_heatmap_begins_anew_with_other_blocks(monkeypatch):
+    m = model(phases={2: dict(block=(2, 4))})
+    monkeypatch.setattr("fxmask.health.health_log.heatmaps", lambda shares, path: shares)
+    log = fxmask.HealthLog(m)
+    for _ in range(3):
+        fxmask.step(m)
+        log.update()
+    assert all(share.max() == 1 for share in log.heatmap("x.png").values())
 
 
 def test_pictures(tmp_path):
