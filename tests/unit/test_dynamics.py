@@ -181,6 +181,13 @@ GAIN = {
 }
 
 
+def test_gain_leaves_layers_alone_that_were_masked_before():
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), ratio=0.5, gain=True, include="0")
+    before = model[0].weight.detach().clone()
+    fxmask.apply(model, ratio=0.5, gain=True, include="1")
+    assert torch.equal(model[0].weight, before)
+
+
 @pytest.mark.parametrize("name", ["cyclic", "initial", "start"])
 def test_gain_adds_nothing_up(name):
     torch.manual_seed(0)

@@ -279,6 +279,11 @@ def test_a_pickled_model_that_lost_it_says_so():
     assert torch.equal(mask_of(_loaded(model)), diagonal())
 
 
+def test_what_is_left_out_by_include_says_so():
+    model = fxmask.apply(net(), masks={"0": diagonal()}, include="0")
+    assert [row["reason"] for row in fxmask.explain(model).rows][1] == "not in include"
+
+
 def test_one_name_of_a_tied_weight_is_refused_or_the_other_stays_dense():
     model = net()
     model[2].weight = model[0].weight
