@@ -125,7 +125,9 @@ def test_rebuilds_count_from_the_start(form):
             model.get_parameter("0.weight").copy_(torch.randn(96, 64))
         fxmask.step(model)
         moved += [step] if not torch.equal(before, fxmask.masks(model)["0.weight"]) else []
-    assert moved == [3, 5, 7]
+        if step == 3:  # there was no mask before, so that nothing has changed place
+            assert fxmask.explain(model).rows[0]["flips"] == 0
+    assert moved == [3, 5, 7] and fxmask.explain(model).rows[0]["flips"] > 0
 
 
 @FORMS

@@ -269,3 +269,11 @@ def test_a_model_that_goes_meanwhile_is_passed_over(monkeypatch):
     monkeypatch.setattr(untold, "_told", asked)
     optimizer.step()
     assert len(models) == 1
+
+
+def test_steps_without_a_gradient_of_a_layer_are_none_of_it():
+    model = fxmask.apply(net(), ratio=0.5, block=(8, 8), refresh=5)
+    fxmask.step(model, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(untold.PATIENCE + 2):
+        optimizer.step()
