@@ -56,4 +56,4 @@ def _taken(site: Site, weight: Tensor | None, n: int) -> rebuild.Job | None:
     if not (due or begins or entered.anew):
         return None
     other = (mask, block) if entered.first and not begins and mask is not None else None
-    return rebuild.Job(site, weight, first=begins or entered.first, step=begins or not entered.first, other=other)
+    return rebuild.Job(site, weight, first=begins or entered.first, step=True, other=other)
