@@ -214,3 +214,10 @@ def test_a_layer_that_computes_with_the_weight_of_one_inside_is_masked():
     fxmask.apply(model), fxmask.apply(twin)
     torch.testing.assert_close(model(x), twin(x))
     assert [(row["name"], row["masked"]) for row in fxmask.explain(model).rows] == [("0", True), ("0.inner", True)]
+
+
+def test_a_weight_of_two_names_has_the_random_mask_of_the_first():
+    tied, alone = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(2))) for _ in range(2))
+    tied[1].weight = tied[0].weight
+    masks, apart = (fxmask.masks(fxmask.apply(m, ratio=0.5, criterion="random")) for m in (tied, alone))
+    assert torch.equal(masks["0.weight"], apart["0.weight"]) and torch.equal(masks["1.weight"], apart["0.weight"])
