@@ -79,8 +79,8 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
     Achieved figures are None where the weight has no values. Cost: one `block_index` a layer that has no cached mask.
 
     Args:
-        health: True: kept_norm_fraction, dead_rows and dead_cols of every masked weight, too (one pass over each weight). A `HealthLog` of this model: also
-            flip_rate, age_mean, age_max and never_kept of its last update.
+        health: True: kept_norm_fraction (of the squared norm), dead_rows and dead_cols (shares) of every masked weight, too (one pass over each). A
+            `HealthLog` of this model: also flip_rate, age_mean, age_max and never_kept of its last update.
     Raises: ConfigError for a `health` that is neither, and for a compiled function: ask for its model.
     """
     expect_module(model, "fxmask.explain")

@@ -173,7 +173,7 @@ class HealthLog:
             keep_until(self.path, rows, self.updates)
 
     def plot(self, path: str | Path) -> Path:
-        """Flip rate, kept share of the norm, and dead rows of every layer over the updates of this process."""
+        """Flip rate, kept share of the squared norm, and dead rows of every layer over the updates of this process."""
         return curves(self.rows, path)
 
     def heatmap(self, path: str | Path, names: str | Sequence[str] | None = None) -> Path:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..analysis.plots import available, save
 
-SHOWN = {"flip_rate": "flipped blocks, of all", "kept_norm_fraction": "share of the norm in kept blocks", "dead_rows": "outputs without a kept block"}
+SHOWN = {"flip_rate": "flipped blocks, of all", "kept_norm_fraction": "share of the squared norm in kept blocks", "dead_rows": "outputs without a kept block"}
 
 
 def curves(rows: list[dict[str, Any]], path: str | Path) -> Path:

@@ -1,4 +1,4 @@
-"""What a mask does to its layer, at one glance: the share of the norm that is kept, and features that nobody reads or writes."""
+"""What a mask does to its layer, at one glance: the share of the squared norm that is kept, and features that nobody reads or writes."""
 
 from __future__ import annotations
 
