@@ -52,6 +52,12 @@ def writes_to(owner: nn.Module, layer: nn.Module) -> bool:
     return any(inner is layer for path in _said_by(cls).writes for inner in _modules_at(owner, path))
 
 
+def calls(owner: nn.Module, layer: nn.Module) -> bool:
+    """Whether what a module's forward uses calls a layer, or a part that holds it."""
+    cls: Any = getattr(type(owner), "_fxmask_base", type(owner))
+    return any(inner is layer for path in _said_by(cls).calls if path for part in _modules_at(owner, path) for inner in part.modules())
+
+
 def ancestors(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
     """Every module that holds a layer, however deep; any of them may be the one that reads it."""
     return [m for m in model.modules() if m is not layer and any(inner is layer for inner in m.modules())]

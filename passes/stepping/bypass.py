@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...kernels.errors import first_of, message, warn
 from ...kernels.grid import expand_mask, to_blocks
-from ..finding.readers import weight_readers
+from ..finding.readers import calls, weight_readers
 from ..state import ranks
 from ..state.site import Site
 from ..state.site_forward import traced_alike
@@ -43,19 +43,27 @@ def never_run(found: Found) -> list[str]:
 def read_by_adapters(model: nn.Module) -> list[str]:
     """Frozen masked layers that have never run, though the adapter around them trains: PEFT's HRA and SHiRA compute with the base weight as it is.
 
-    An adapter is what calls the layer so, or says in its forward's source that it reads the weight, as PEFT's others do to merge it.
+    An adapter is what calls the layer so, or says in its forward's source that it reads the weight, as PEFT's others do to merge it. Compiled code notes
+    nothing of a layer that it runs: there an adapter is believed that reads the weight and does not call the layer.
     """
-    readers = weight_readers(model, nn.Module)
-    for owner in model.modules():
-        if (base := owner._modules.get(BASE)) is not None:
-            readers.setdefault(id(base), []).append(owner)
-    found = []
+    readers, found = weight_readers(model, nn.Module), []
+    bases = {id(base): owner for owner in model.modules() if (base := owner._modules.get(BASE)) is not None}
     for name, m in model.named_modules():
-        if not isinstance(m, Site) or m._fxmask_called or any(p.requires_grad for p in m.parameters()) or traced_alike(m) is not None:
+        if not isinstance(m, Site) or m._fxmask_called or any(p.requires_grad for p in m.parameters()):
             continue
-        if any(p.grad is not None for owner in readers.get(id(m), ()) for p in owner.parameters()):
+        owners = [o for o in readers.get(id(m), ()) if not _is_known(o, m)]
+        if traced_alike(m) is None:
+            owners += [bases[id(m)]] if id(m) in bases else []
+        else:
+            owners = [o for o in owners if not calls(o, m)]
+        if any(p.grad is not None for owner in owners for p in owner.parameters()):
             found.append(name)
     return found
+
+
+def _is_known(owner: nn.Module, layer: nn.Module) -> bool:
+    """Whether `fxmask.apply` knew of the owner: its reads are masked."""
+    return bool(getattr(owner, "_fxmask_reads", False) and getattr(layer, "_fxmask_reads", False))
 
 
 def warn_of_adapters(model: nn.Module) -> None:

@@ -202,9 +202,10 @@ class AddsToWeight(nn.Module):
         return nn.functional.linear(x, self.base.weight + self.up @ self.down, self.base.bias)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("late", [True, False])
-def test_an_adapter_of_ones_own_that_reads_a_frozen_weight(late):
-    """Put around a layer after `apply` it runs dense, and no gradient tells; before it, its read is masked."""
+def test_an_adapter_of_ones_own_that_reads_a_frozen_weight(late, compiled):
+    """Put around a layer after `apply` it runs dense, and no gradient tells; before it, its read is masked. Compiled, its like beside it runs masked."""
     m = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     if late:
         fxmask.apply(m, ratio=0.5)
@@ -212,11 +213,12 @@ def test_an_adapter_of_ones_own_that_reads_a_frozen_weight(late):
     if not late:
         fxmask.apply(m, ratio=0.5)
     optimiser = optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
+    run = torch.compile(m, backend="eager") if compiled else m
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         fxmask.guard(optimiser, m)
         for _ in range(2):
-            m(torch.randn(3, 64)).square().mean().backward()
+            run(torch.randn(3, 64)).square().mean().backward()
             optimiser.step()
     assert [str(w.message).count("where: 0.base\n") for w in told if "never runs" in str(w.message)] == [1] * late
     assert any("0.base" in note and "dense" in note for note in fxmask.explain(m).notes) == late
