@@ -106,7 +106,6 @@ class GuardHandle:
         self._noticed.lost += [(g.name, g.site, g.weight) for g in self._guarded if not self._is_ours(g.site)]
         self._guarded = ours
         self._followed = [(s, w) for s, w in self._followed if self._is_ours(s)]
-        self._others = self._others if self._followed else []  # masks of a later apply are not taken up
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if other_steps.is_no_step(optimizer):
@@ -127,6 +126,7 @@ class GuardHandle:
         self._let_go()
         warn_of_broken_step(self._guarded)
         self._adopt(optimizer)
+        self._noticed.warn_of_new_masks(optimizer, (w for h in handles_of(optimizer) for _, _, w in h._others))
         for g in self._guarded:
             refuse_dense(g.name, g.site, "optimizer.step()")
             refuse_another_weight(g)
@@ -142,7 +142,6 @@ class GuardHandle:
         if self._under_way is not None:  # a guard may be made inside a step
             self._under_way.finish(optimizer, self._is_ours)
             self._under_way = None
-        self._noticed.warn_of_new_masks(optimizer)  # by now every guard has taken up what is new to the optimiser
         if self._captures is None:
             self._count_step(optimizer)
         else:

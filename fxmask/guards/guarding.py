@@ -106,14 +106,15 @@ def guard(
 
 
 def _remove_ended(optimizer: Optimizer, new: GuardHandle) -> None:
-    """Take off earlier guards of the same weights whose masks were restored: with each restore and apply the hooks of one more would stay."""
-    ids = {id(g.weight) for g in new._guarded}
+    """Take off earlier guards of the same weights whose masks were restored: with each restore and apply the hooks of one more would stay. What such a guard
+    would take up yet is the new one's."""
+    ids = {id(w) for w in (*(g.weight for g in new._guarded), *(w for _, _, w in new._others))}
     for old in handles_of(optimizer):
-        if old is new or old._under_way is not None:
-            continue
         old._let_go()
-        rests = not old._guarded and not old._followed and not old._counted()
-        if rests and all(id(weight) in ids for _, _, weight in old._noticed.lost):
+        if old is new or old._followed or old._counted():
+            continue
+        old._others = [held for held in old._others if id(held[2]) not in ids]
+        if old._under_way is None and not old._others and all(id(weight) in ids for _, _, weight in old._noticed.lost):
             old.remove()
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..decided import decided_by_apply, times_applied
@@ -57,15 +57,20 @@ class Noticed:
         if (model := self.model()) is not None:
             warn_of_adapters(model)
 
-    def warn_of_new_masks(self, optimizer: Optimizer) -> None:
-        """FxMaskWarning, once, where layers were masked after the guard, for the first time or again, and nobody guards them."""
+    def warn_of_new_masks(self, optimizer: Optimizer, awaited: Iterable[Tensor]) -> None:
+        """FxMaskWarning, once, where layers were masked after the guard, for the first time or again, and nobody guards them.
+
+        `awaited`: weights that guards of this optimiser take up as they come.
+        """
         if self._applied == times_applied():
             return
         self._applied, model = times_applied(), self.model()
         again = any(decided_by_apply(w) for _, _, w in self.lost)
         found = self.lost if model is None else sites(model)
-        left = [(n, w) for n, s, w in found if s.__dict__.get("_fxmask_policy", "") is None and not s._fxmask_announced]  # those are told by hand
-        bare = [n for n, w in left if isinstance(w, nn.Parameter) and group_of(optimizer, w) is not None]
+        free = [(n, s, w) for n, s, w in found if s.__dict__.get("_fxmask_policy", "") is None and isinstance(w, nn.Parameter)]
+        left = [(n, w) for n, s, w in free if not s._fxmask_announced or s._fxmask_unguarded]  # others are told by hand
+        taken = set(map(id, awaited))
+        bare = [n for n, w in left if group_of(optimizer, w) is not None and id(w) not in taken]
         self.lost = [] if again else self.lost
         if bare:
             what = "layers were masked after fxmask.guard, which does not hold them"
