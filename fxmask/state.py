@@ -119,11 +119,11 @@ def _load(site: Site, entry: dict[str, Any]) -> None:
     site._fxmask_unguarded, site._fxmask_copied, site._fxmask_resumed = entry["guarded"] and not guarded, False, True
     phase_change.follow(site, taken=False)
     looks.load(site, entry.get("feedback"))
+    note_weight(site, site._parameters.get("weight"))
     device = site._fxmask_keep.device
     if entry["mask"] is not None:
         mask = entry["mask"].to(device=device).clone()
         rebuild.hold(site, mask, tensors.lists_of(site, mask))
-        note_weight(site, site._parameters.get("weight"))
         site._fxmask_flips = entry["flips"].to(device=device).clone()
         site._fxmask_lost = False
     for key in _scores(site):

@@ -119,7 +119,7 @@ def _note_traced(frame: Any) -> None:
     if not torch.compiler.is_exporting():
         site._fxmask_called, site._fxmask_seen = True, dtype
         if uncounted(site) and not site.training:  # once for the compiled code: the step that it runs at may move
-            warn_of_steps(site)
+            warn_of_steps(site, site._parameters.get("weight"))
 
 
 def _note_exported(site: Site, weight: Tensor) -> None:

@@ -41,14 +41,16 @@ def nobody_counts(site: Site, weight: Tensor) -> None:
         return
     if site.training and torch.is_grad_enabled():  # a copy that goes on, and may be stepped after this
         return
-    warn_of_steps(site)
+    warn_of_steps(site, weight)
     if is_stale(site, weight):
         warn(message(f"a masked model is evaluated with {STALE}", site._fxmask_name, REFRESH))
 
 
-def warn_of_steps(site: Site) -> None:
-    """FxMaskWarning where steps would make the ratio, or the phase, another one."""
-    if site._fxmask_is_dense or (site._fxmask_step and not site._fxmask_copied):  # where its own steps have brought it, as between two guards
+def warn_of_steps(site: Site, weight: Tensor | None) -> None:
+    """FxMaskWarning where steps would make the ratio, or the phase, another one; not where its own steps have brought it, as between two guards."""
+    noted = site._fxmask_version
+    moved = weight is not None and noted is not None and state.version(weight) != noted  # since, and nobody has told a step
+    if site._fxmask_is_dense or (site._fxmask_step and not site._fxmask_copied and not moved):
         return
     c, given = site._fxmask_config, site._fxmask_given
     now = c.ratio_at(site._fxmask_step)

@@ -59,6 +59,24 @@ def test_an_evaluation_between_two_guards_is_where_steps_have_come(form):
         twin(x)
 
 
+@pytest.mark.parametrize("goes", ["on", "away"])
+def test_training_in_eval_that_goes_on_where_a_guard_has_ended_says_that_no_step_is_told(goes):
+    """The layers do not know that they train."""
+    model, x = masked(schedule=fxmask.Schedule(steps=5), backward="ste"), torch.randn(2, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fxmask.guard(optimizer, model):
+        model(x).sum().backward()
+        optimizer.step()
+    if goes == "away":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.eval()(x).sum().backward()
+    optimizer.step()
+    with pytest.warns(fxmask.FxMaskWarning, match=r"a masked model is evaluated at ratio 0\.\d+, not 0\.5"):
+        model(x)
+    fxmask.load_state_dict(model, fxmask.state_dict(model))
+    model(x)  # a state says where steps have come
+
+
 @FORMS
 def test_without_moving_options_no_steps_are_needed(form):
     for options in ({}, dict(refresh=0), dict(criterion="random"), dict(schedule="constant")):
