@@ -13,7 +13,7 @@ from .kernels.grid import matrix_shape
 from .loads import watch_loads
 from .passes.counting.traced import backend_of
 from .passes.finding.graph_linears import is_unflattened
-from .passes.finding.readers import weight_readers
+from .passes.finding.readers import OF_TORCH, weight_readers
 from .passes.finding.weights import peek_weight, refuse_wrapped
 from .passes.graphs.exported import exported_masks
 from .passes.graphs.graph_site import graph_sites
@@ -113,7 +113,7 @@ def read_dense(model: nn.Module) -> list[str]:
     """
     readers, found = weight_readers(model), []
     for name, m in model.named_modules():
-        others = [o for o in readers.get(id(m), ()) if isinstance(o, (nn.TransformerEncoderLayer, nn.MultiheadAttention))] if isinstance(m, MaskedLayer) else []
+        others = [o for o in readers.get(id(m), ()) if isinstance(o, OF_TORCH)] if isinstance(m, MaskedLayer) else []
         if others and not (isinstance(m, ReadWeight) and all(isinstance(o, WeightReader) for o in others)):
             found.append(name)
     return found

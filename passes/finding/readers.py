@@ -22,6 +22,7 @@ from .naming import Path
 from .per_class import per_class
 from .said import Said, said
 
+OF_TORCH = (nn.TransformerEncoderLayer, nn.MultiheadAttention)  # modules of PyTorch's that read weights
 USE = re.compile(r"\bself\.(\w+)\b")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...kernels.errors import first_of, message, warn
 from ...kernels.grid import expand_mask, to_blocks
-from ..finding.readers import calls, weight_readers
+from ..finding.readers import OF_TORCH, calls, weight_readers
 from ..state import ranks
 from ..state.site import Site
 from ..state.site_forward import traced_alike
@@ -62,8 +62,8 @@ def read_by_adapters(model: nn.Module) -> list[str]:
 
 
 def _is_known(owner: nn.Module, layer: nn.Module) -> bool:
-    """Whether `fxmask.apply` knew of the owner: its reads are masked."""
-    return bool(getattr(owner, "_fxmask_reads", False) and getattr(layer, "_fxmask_reads", False))
+    """Whether `fxmask.apply` knew of the owner: its reads are masked; or it is PyTorch's, of which `fxmask.sites.read_dense` tells."""
+    return isinstance(owner, OF_TORCH) or bool(getattr(owner, "_fxmask_reads", False) and getattr(layer, "_fxmask_reads", False))
 
 
 def warn_of_adapters(model: nn.Module) -> None:

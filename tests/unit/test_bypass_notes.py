@@ -191,6 +191,19 @@ def test_one_element_breaks_a_gradient(value, monkeypatch):
     assert not bypass.has_broken(grad)
 
 
+def test_a_layer_that_pytorchs_own_modules_read_is_told_of_once():
+    """By the guard, in words of its own: no adapter is there."""
+    m = nn.MultiheadAttention(64, 4)
+    m.out_proj.requires_grad_(False)
+    fxmask.apply(m.out_proj, ratio=0.5)
+    optimiser = optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
+    with pytest.warns(FxMaskWarning, match="a module of this model reads the weights of masked layers without their masks"):
+        fxmask.guard(optimiser, m)
+    x = torch.randn(3, 64)
+    m(x, x, x)[0].sum().backward()
+    optimiser.step()  # any warning is an error
+
+
 class AddsToWeight(nn.Module):
     """A user's own adapter: it adds a product to the weight of a layer, by a name of its own."""
 
