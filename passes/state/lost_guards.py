@@ -41,10 +41,10 @@ def _is_left(site: Site) -> bool:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or not _waiting or makes_state():  # in this order: Dynamo would guard on layers that may be gone before it has
+    if torch.compiler.is_compiling() or not _waiting:  # in this order: Dynamo would guard on layers that may be gone before it has
         return
     ids = ids_of(optimizer)
-    if _without.get(optimizer) == ids:
+    if _without.get(optimizer) == ids or makes_state():
         return
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     found = [site for site in alive(_waiting) if id(site._parameters.get("weight")) in held]
