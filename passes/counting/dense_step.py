@@ -41,7 +41,7 @@ def is_extra(work: Work, changed: set[str], own: set[str]) -> bool:
     if call is None or call.summed or work.dense is not None:
         return False
     if work.m:  # by the patterns of an N:M mask that is drawn
-        return any(p.neutral and p.mask is not None for p in call.inputs)
+        return makes_weight(call.forward if call.differentiates else call) and any(p.neutral and p.mask is not None for p in call.inputs)
     inside = call.module in changed and call.module not in own
     casts = work.op == "aten._to_copy" and call.outputs[0].dtype.is_floating_point  # else it is an index of what a pruned input kept
     if inside and not any(p.of_inputs for p in call.inputs):  # made of weights alone, or drawn: a dense layer only narrows its weight
@@ -49,7 +49,12 @@ def is_extra(work: Work, changed: set[str], own: set[str]) -> bool:
     if work.phase == "db":
         return False
     plain = work.op in DENSE and (casts or work.op != "aten._to_copy") and not (work.op == "aten.add" and work.phase == "dW")
-    return (inside and not plain) or any(p.mask is not None and p.dtype == torch.bool for p in call.inputs)
+    return (inside and not plain) or any(_is_mask(p) for p in call.inputs)
+
+
+def _is_mask(p: Place) -> bool:
+    """Whether it is a mask of ours, or bools of a masked weight; constants of the model's own, as of causal attention, have no blocks."""
+    return p.dtype == torch.bool and p.mask is not None and (p.mask.block is not None or bool(p.weight))
 
 
 def _twice(calls: list[Call], found: dict[int, list[Work]]) -> None:

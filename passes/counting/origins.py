@@ -115,8 +115,8 @@ def _inherited(call: Call, made: Tensor) -> Mask | None:
         return mask._replace(shape=None)
     if mask is None or call.op in SHIFTS or (several and call.op not in KEEP_ZEROS):
         return None
-    if call.op == "aten.expand" and mask.shape is None and mask.values.dim() == 2 and made.dim() == 4:  # of a mask that a graph was given, bit by bit
-        return mask._replace(block=(int(made.shape[1]), int(made.shape[3])))
+    if call.op == "aten.expand" and mask.shape is None and tuple(mask.values.shape) == tuple(made.shape[::2]) and made.stride()[1::2] == (0, 0):
+        return mask._replace(block=(int(made.shape[1]), int(made.shape[3])))  # a mask that a graph was given, bit by bit
     if call.op == "fxmask.graft":  # has the gradient of the other one
         return mask._replace(whole_dw=_reaches_all(call.named["other"]))
     if call.aliases or call.op in KEEP_ELEMENTS or not made.dtype.is_floating_point:

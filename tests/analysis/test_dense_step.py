@@ -51,11 +51,31 @@ class Convolutions(nn.Module):
         return self.c(self.b(F.relu(self.a(F.relu(self.a(x)))) + x))
 
 
+class Causal(nn.Module):
+    """Its own bool masks: buffers, an attribute and a flag, for attention by hand, fused, and for means over the tokens before."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.w = nn.Linear(64, 64), nn.Linear(64, 64), nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("mask", torch.ones(8, 8).tril().bool())
+        self.register_buffer("started", torch.tensor(True))
+        self.before = torch.ones(8, 8).tril().bool()
+
+    def forward(self, x):
+        q = self.a(x)
+        for mask in (self.mask, self.before):
+            x = x + (q @ q.transpose(1, 2)).masked_fill(~mask, -1e9).softmax(-1) @ x
+            x = x + F.scaled_dot_product_attention(q[:, None], q[:, None], x[:, None], attn_mask=mask[None, None].expand(2, 1, 8, 8))[:, 0]
+            x = x + mask.float() @ x + torch.where(mask, self.w, 0.0) @ x
+        return self.b(torch.where(self.started, x, q))
+
+
 MODELS = {
     "shared": (Shared, TOKENS),
     "residual": (lambda: Block(64, 4, hidden=128), TOKENS),
     "encoder": (lambda: nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0), TOKENS),
     "reads": (Reads, TOKENS),
+    "causal": (Causal, TOKENS),
     "convolutions": (Convolutions, torch.randn(2, 16, 8, 8)),
 }
 
