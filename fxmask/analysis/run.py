@@ -100,7 +100,7 @@ def analyze(
     if "opt" in phases and recording.backward:
         works += optimiser.step(recording, optimizer, works, masked_step, target)
     wanted = {*phases, "db"} if "dW" in phases else {*phases}
-    wanted |= {"recompute"} if wanted & {"dX", "dW"} else set() if recording.backward else {"dX", "dW", "db"}  # what a forward differentiates is its own
+    wanted |= {"recompute"} if wanted & {"dX", "dW"} else set() if recording.backward else {"recompute", "dX", "dW", "db"}  # what a forward does itself
     mark(works, recording.changed, recording.own)
     forward = [w for w in works if w.phase == "fwd"]  # knows the masks, whatever is asked for
     works = [w for w in works if w.phase in wanted]

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...kernels.errors import UnsupportedError, message
 from ..state import pruning_schedule, tensors
 from ..state.site import Site
-from .calls import storage_of, typical_mask
+from .calls import Call, storage_of, typical_mask
 
 FAKES_LOG = "torch._subclasses.fake_tensor"
 Views = dict[int, list[tuple[Tensor, Tensor]]]  # by storage: the real parameters that lie in it, and the fake ones in their places
@@ -136,3 +136,11 @@ def _prepare(site: Site) -> None:
         if site._fxmask_mask is not None:
             site._fxmask_mask = typical_mask(site._fxmask_grid, int(site._fxmask_keep))
             site._fxmask_lists = tensors.lists_of(site, site._fxmask_mask)
+
+
+def sparse_result(call: Call, t: Tensor) -> UnsupportedError:
+    """Of a result without strides: its number of elements is a value, which no fake tensor has."""
+    kind = "gradient" if call.differentiates else "tensor"
+    what = f"analyze counts no {kind}s with layout {t.layout}: expected strided ones, got one from {call.op}."
+    fix = "set sparse=False on the embedding, whose gradient and optimiser's step then count as dense ones; or phases=('fwd',)."
+    return UnsupportedError(message(what, call.module or "(model)", fix if call.differentiates else "analyse the part of the model that makes none."))

@@ -19,15 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...kernels.errors import UnsupportedError, message
 from ..frames import frames
 from .calls import Call
-from .fakes import Views, view_of
+from .fakes import Views, sparse_result, view_of
 from .origins import Origins
 from .shapes import run
 from .work import makes_weight, weights_gradients
 
 CALL_CODE = nn.Module._call_impl.__code__
+FUNCTION_CODE = torch.autograd.Function.apply.__code__
 BACKWARD_CODE = torch.autograd.graph._engine_run_backward.__code__
 OURS = {__file__, torch._compile.__file__, str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")}  # between an op and the recorder
 SILENT = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::is_contiguous"}
@@ -133,13 +133,13 @@ class Recorder(TorchDispatchMode):
         elif now > self._seq:  # autograd made a node for this op just before it came here
             call.seq, self._seq = now - 1, now
             self._by_seq[call.seq] = call
-        elif not torch.is_grad_enabled() and _meets_weight(call) and not _meets_weight(self._by_seq.get(self._seq - 1)):
+        elif not torch.is_grad_enabled() and _meets_weight(call) and not _meets_weight(self._by_seq.get(self._seq - 1)) and _in_a_function():
             self._inside.setdefault(self._seq - 1, call)
         made = self.origins.mask_made(call, args, kwargs, module)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 if t.layout != torch.strided:
-                    raise _sparse(call, t)
+                    raise sparse_result(call, t)
                 self.origins.note(call, made, t)
                 call.outputs.append(self.origins.place(t))
         if call.differentiates:
@@ -178,12 +178,9 @@ def _leaves(t: Tensor) -> list[Tensor]:
     return found
 
 
-def _sparse(call: Call, t: Tensor) -> UnsupportedError:
-    """Of a result without strides: its number of elements is a value, which no fake tensor has."""
-    kind = "gradient" if call.differentiates else "tensor"
-    what = f"analyze counts no {kind}s with layout {t.layout}: expected strided ones, got one from {call.op}."
-    fix = "set sparse=False on the embedding, whose gradient and optimiser's step then count as dense ones; or phases=('fwd',)."
-    return UnsupportedError(message(what, call.module or "(model)", fix if call.differentiates else "analyse the part of the model that makes none."))
+def _in_a_function() -> bool:
+    """Whether an op is of the forward of a function that has a backward of its own."""
+    return any(f.f_code is FUNCTION_CODE for f in frames())
 
 
 def _in_a_call() -> bool:

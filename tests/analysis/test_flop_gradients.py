@@ -191,6 +191,24 @@ def test_a_forward_that_differentiates_by_functions():
         count(model, x)
 
 
+class Energy(nn.Module):
+    def __init__(self, create_graph):
+        super().__init__()
+        self.fc, self.create_graph = nn.Linear(16, 24), create_graph
+
+    def forward(self, x):
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            return torch.autograd.grad(self.fc(z).square().sum(), z, create_graph=self.create_graph)[0]
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_forward_that_differentiates_by_autograd(create_graph):
+    """As learned forces do."""
+    s = count(Energy(create_graph), torch.randn(6, 16), phases=("fwd",)).summary["flop"]
+    assert (s["fwd"], s["total"]) == (2 * 6 * 16 * 24, 4 * 6 * 16 * 24)
+
+
 class Product(torch.autograd.Function):
     """Whose first op is of the weight alone."""
 
@@ -219,3 +237,34 @@ def test_a_function_with_a_backward_of_its_own():
     s, one = count(model, x).summary["flop"], 2 * 6 * (64 * 48 + 48 * 32)
     assert (s["fwd"], s["bwd_dx"], s["bwd_dw"]) == (one,) * 3, "it makes a gradient of an input that needs none, too"
     assert totals(count(model, x))[:2] == both(model, x)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gy):
+        return 2 * gy * ctx.saved_tensors[0]
+
+
+class Teacher(nn.Module):
+    """A function without a weight, and at once after it another layer without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.teacher = nn.Linear(64, 48), nn.Linear(48, 32), nn.Linear(64, 32)
+
+    def forward(self, x):
+        h = Square.apply(self.a(x))
+        with torch.no_grad():
+            t = self.teacher(x)
+        return self.b(h) - t
+
+
+def test_what_comes_after_a_function_is_not_of_it():
+    nodes = count(Teacher(), torch.randn(6, 64)).tables["nodes"]
+    assert [r["op"] for r in nodes if r["module"] == "teacher" and r["phase"] != "fwd"] == []
+    assert [r["phase"] for r in nodes if r["op"] == "aten.mul"] == ["fwd", "dX", "dX"]
