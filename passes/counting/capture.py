@@ -181,7 +181,7 @@ def _backward(out: Any) -> bool:
     """Backward from every output that has a gradient, complex ones too, as a loss would begin it; False where there is none."""
     found = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
     if found:
-        torch.autograd.backward(found, [torch.empty_like(t) for t in found])
+        torch.autograd.backward(found, [torch.empty_like(t) for t in found], retain_graph=True)  # the model may hold some that it was made of
     return bool(found)
 
 

@@ -48,6 +48,7 @@ class Recorder(TorchDispatchMode):
         self.modules, self.origins, self.fakes, self.views, self.progress = modules, origins, fakes, views, progress
         self.node, self.stack = "", ""  # of the graph that is being run
         self.frames: dict[int, tuple[FrameType, str]] = {}  # every call of a module that ran an op, and its name; a frame that is held keeps its id
+        self.watched: dict[int, Tensor] = {}  # real tensors that were looked at; one that is held keeps its id
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}  # real tensors that a gradient would be written to, and the one that they had
         self.trained: set[int] = set()  # ids of those that got one
         self.written: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors that an op wrote to, and what they held
@@ -85,10 +86,12 @@ class Recorder(TorchDispatchMode):
 
     def watch(self, t: Tensor) -> None:
         """Set the gradients of a real tensor, or of what it was made of, aside, so that this run's are seen: until `restore`."""
-        for leaf in _leaves(t) if t.requires_grad and id(t) not in self.leaves else ():
-            if id(leaf) not in self.leaves:
-                self.leaves[id(leaf)] = (leaf, leaf.grad)
-                leaf.grad = None
+        if t.requires_grad and id(t) not in self.watched:
+            self.watched[id(t)] = t
+            for leaf in _leaves(t):
+                if id(leaf) not in self.leaves:
+                    self.leaves[id(leaf)] = (leaf, leaf.grad)
+                    leaf.grad = None
 
     def _fake_of(self, a: Any) -> Any:
         """The fake tensor in the place of a real one, which an object or a closure of the model has kept."""
@@ -170,12 +173,13 @@ def _leaves(t: Tensor) -> list[Tensor]:
     """The tensors that a backward writes a gradient to: itself, or what it was made of before the run."""
     if t.is_leaf:
         return [t]
-    found, nodes = list[Tensor](), list[Any]([t.grad_fn])
-    for node in nodes:  # grows
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        nodes += [n for n, _ in node.next_functions if n is not None and n not in nodes]
-    return found
+    todo, seen = list[Any]([t.grad_fn]), set[Any]()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [n for n, _ in node.next_functions]
+    return [node.variable for node in seen if hasattr(node, "variable")]
 
 
 def _in_a_function() -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 
 import fxmask
 from fxmask.errors import StateError, UnsupportedError
+from fxmask.passes.counting import record
 
 WRITTEN = torch.zeros(2)  # of the program, not of the model
 
@@ -102,6 +103,35 @@ def test_gradients_that_are_there_stay():
     model, x = SMALL["mixer"][0](), SMALL["mixer"][1]
     model(x).sum().backward()
     unchanged(model, lambda: analyze(model, x))
+
+
+class Continues(nn.Module):
+    """It goes on from what another layer gave before, whose graph it holds."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.fc, self.last = nn.Linear(16, 16), torch.tanh(other(torch.randn(4, 16)))
+
+    def forward(self, x):
+        return self.fc(x + self.last) * self.last
+
+
+def test_a_graph_that_a_model_holds_can_still_be_differentiated():
+    other, x = nn.Linear(16, 16), torch.randn(4, 16)
+    model = Continues(other)
+    unchanged(model, lambda: analyze(model, x))
+    assert other.weight.grad is None
+    model.last.sum().backward()
+    assert type(other.weight.grad) is torch.Tensor
+
+
+def test_a_graph_that_a_model_holds_is_walked_once(monkeypatch):
+    """It may be long, and many ops may read what it gave."""
+    walked, walk = [], record._leaves
+    monkeypatch.setattr(record, "_leaves", lambda t: walked.append(t) or walk(t))
+    model = Continues(nn.Linear(16, 16))
+    analyze(model, torch.randn(4, 16))
+    assert sum(t is model.last for t in walked) == 1
 
 
 def test_a_model_that_breaks_in_the_middle():
