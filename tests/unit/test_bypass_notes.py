@@ -204,6 +204,25 @@ def test_a_layer_that_pytorchs_own_modules_read_is_told_of_once():
     optimiser.step()  # any warning is an error
 
 
+class ReadsInEval(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.target = nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False)
+
+    def forward(self, x):
+        return self.fc(x) if self.training else nn.functional.linear(x, self.target.weight)
+
+
+def test_an_owner_that_apply_knew_of_and_that_reads_in_eval_alone():
+    """Its read will be masked. Any warning is an error."""
+    m = fxmask.apply(ReadsInEval(), ratio=0.5)
+    optimiser = optim.SGD(m.fc.parameters(), lr=0.1)
+    fxmask.guard(optimiser, m)
+    m(torch.randn(3, 64)).sum().backward()
+    optimiser.step()
+    assert not any("target" in note for note in fxmask.explain(m).notes)
+
+
 class AddsToWeight(nn.Module):
     """A user's own adapter: it adds a product to the weight of a layer, by a name of its own."""
 
