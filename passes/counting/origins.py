@@ -15,8 +15,6 @@ from ..graphs.graph_calls import BLOCK_INDEX
 from .calls import Call, Mask, Place, is_real, storage_of, typical_mask
 from .known_ops import KEEP_ELEMENTS, is_pointwise
 
-KEEP_ZEROS = {"aten.mul", "aten.div", "aten.where", "aten.copy_", "fxmask.graft"}  # of several tensors, where the result may be 0 wherever one of them is
-SHIFTS = {"aten.add", "aten.add_", "aten.sub", "aten.sub_", "aten.rsub"}  # whatever is added, a number too, no zero is left
 JOIN = {"aten.cat", "aten.stack"}
 OTHERS = (-0.7, 1.3)  # what an op of a masked element may be given beside it
 
@@ -106,15 +104,14 @@ class Origins:
 def _inherited(call: Call, made: Tensor) -> Mask | None:
     """The mask of what is made of a masked weight: an op that moves elements keeps zeros, and one that computes each by itself does where it gives 0 for 0.
 
-    One that fills them gives what is made of a mask and has no blocks. None of what something is added to, or is multiplied as a matrix.
+    One that fills them, or adds to them, gives what is made of a mask and has no blocks.
     """
     masks = [p.mask for p in call.inputs if p.mask is not None]
-    mask = next((m for m in masks if m.block is not None), masks[0] if masks else None)
-    several = sum(p.dtype.is_floating_point and p.numel > 1 for p in call.inputs) > 1
-    if mask is not None and call.op in JOIN:  # of how many elements its zeros are is not known
-        return mask._replace(shape=None)
-    if mask is None or call.op in SHIFTS or (several and call.op not in KEEP_ZEROS):
+    if not masks:
         return None
+    mask = next((m for m in masks if m.block is not None), masks[0])
+    if call.op in JOIN:  # of how many elements its zeros are is not known
+        return mask._replace(shape=None)
     if call.op == "aten.expand" and mask.shape is None and tuple(mask.values.shape) == tuple(made.shape[::2]) and made.stride()[1::2] == (0, 0):
         return mask._replace(block=(int(made.shape[1]), int(made.shape[3])))  # a mask that a graph was given, bit by bit
     if call.op == "fxmask.graft":  # has the gradient of the other one
@@ -127,7 +124,7 @@ def _inherited(call: Call, made: Tensor) -> Mask | None:
                 return mask._replace(whole_dw=bool(mask.values.all()), shape=mask.shape or matrix_shape(made.shape))
         if isinstance(value := call.args[1], Place) and value.weight == other.weight != "":  # straight-through: what is added of the same weight is 0
             return mask._replace(whole_dw=_reaches_all(value), shape=mask.shape or matrix_shape(made.shape))
-    return mask if is_pointwise(call) and _gives_zero(call) else mask._replace(block=None)
+    return mask if is_pointwise(call) and _gives_zero(call, mask) else mask._replace(block=None)
 
 
 def _reaches_all(p: Place) -> bool:
@@ -135,15 +132,15 @@ def _reaches_all(p: Place) -> bool:
     return p.mask is None or p.mask.whole_dw
 
 
-def _gives_zero(call: Call) -> bool:
-    """Whether an op that computes each element by itself gives 0 where a masked weight has it, whatever its other arguments are."""
+def _gives_zero(call: Call, mask: Mask) -> bool:
+    """Whether an op that computes each element by itself gives 0 where a mask leaves something out, whatever its other arguments are."""
 
     def one(a: Any) -> Any:
         if not isinstance(a, Place):
             return a
-        if a.dtype == torch.bool:
-            return torch.tensor([False, a.mask is None], device="cpu")
-        return torch.tensor(OTHERS if a.mask is None or a.mask.block is None else (0.0, 0.0), device="cpu")
+        here = a.mask is not None and a.mask.block is not None and a.mask.values is mask.values
+        others = (False, True) if a.dtype == torch.bool else OTHERS
+        return torch.tensor((0.0, 0.0) if here else others, device="cpu", dtype=torch.bool if a.dtype == torch.bool else None)
 
     with _disable_current_modes(), torch.no_grad():
         try:
