@@ -27,7 +27,6 @@ from .shapes import run
 from .work import makes_weight, weights_gradients
 
 CALL_CODE = nn.Module._call_impl.__code__
-FUNCTION_CODE = torch.autograd.Function.apply.__code__
 BACKWARD_CODE = torch.autograd.graph._engine_run_backward.__code__
 OURS = {__file__, torch._compile.__file__, str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")}  # between an op and the recorder
 SILENT = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::is_contiguous"}
@@ -184,7 +183,11 @@ def _leaves(t: Tensor) -> list[Tensor]:
 
 def _in_a_function() -> bool:
     """Whether an op is of the forward of a function that has a backward of its own."""
-    return any(f.f_code is FUNCTION_CODE for f in frames())
+    forwards, classes = set[Any](), list[Any]([torch.autograd.Function])
+    for c in classes:  # grows
+        classes += c.__subclasses__()
+        forwards.add(getattr(c.forward, "__code__", None))
+    return any(f.f_code in forwards for f in frames())
 
 
 def _in_a_call() -> bool:
