@@ -23,6 +23,17 @@ class Apply(nn.Module):
         return self.f(*args)
 
 
+class Reads(nn.Module):
+    """A Linear of 64 to 48 whose weight is used as `how` says."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.fc, self.how = nn.Linear(64, 48, bias=False), how
+
+    def forward(self, x):
+        return self.how(x, self.fc.weight)
+
+
 class Attention(nn.Module):
     def __init__(self, dim, heads, causal):
         super().__init__()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from analysis.counted import Apply, analyze
+from analysis.counted import Apply, Reads, analyze
 from torch import nn
 
 import fxmask
@@ -81,15 +81,6 @@ def test_distances_of_few_are_told_of():
     """They multiply no matrices, and have no formula here."""
     report = analyze(Apply(torch.cdist), rand(8, 8), rand(8, 8))
     assert [r["op"] for r in report.tables["coverage"]] == ["aten._cdist_forward", "aten._cdist_backward"]
-
-
-class Reads(nn.Module):
-    def __init__(self, how):
-        super().__init__()
-        self.fc, self.how = nn.Linear(64, 48, bias=False), how
-
-    def forward(self, x):
-        return self.how(x, self.fc.weight)
 
 
 DENSE = 2 * 24 * 48 * 64

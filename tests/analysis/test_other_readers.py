@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from analysis.counted import Apply, analyze
+from analysis.counted import Apply, Reads, analyze
 from analysis.unchanged import unchanged
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -12,17 +12,6 @@ import fxmask
 
 TOKENS, BLOCK = 24, (16, 16)
 DENSE = 2 * TOKENS * 48 * 64
-
-
-class Reads(nn.Module):
-    """A Linear whose weight is used as `how` says."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.fc, self.how = nn.Linear(64, 48, bias=False), how
-
-    def forward(self, x):
-        return self.how(x, self.fc.weight)
 
 
 def masked(how, **options):
