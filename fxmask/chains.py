@@ -15,7 +15,7 @@ from .fused import FusedDropout
 from .kernels.errors import ShapeError, UnsupportedError, message
 from .kernels.grid import expand_mask
 from .nm.nm_layers import any_nm
-from .passes.finding.candidate import join
+from .passes.finding.candidate import base_of, join
 from .passes.finding.weights import peek_weight
 from .passes.state.site import Site
 from .sites import any_masked, expect_module, refuse_scripted, values_of
@@ -115,7 +115,7 @@ def chain_of(model: nn.Module) -> tuple[list[nn.Module], list[Link]]:
 
 def _steps(m: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules that run, one after the other, without what does nothing in eval()."""
-    base = getattr(m, "_fxmask_base", type(m))
+    base = base_of(m)
     if m._forward_hooks or m._forward_pre_hooks:
         raise _refusal("forward hooks, which may change what passes", name or type(m).__name__)
     if isinstance(m, nn.Sequential) and base.forward is nn.Sequential.forward:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .kernels.errors import UnsupportedError, message
+from .passes.finding.candidate import base_of
 
 if TYPE_CHECKING:
     from .swap import ReadWeight
@@ -49,7 +50,7 @@ def refuse_lost_writes(layers: Sequence[ReadWeight], owner: nn.Module) -> None:
         if held is None:
             continue
         if any(weight._version != version for weight, version in list(held)):  # a thread may still add to it
-            name = getattr(type(owner), "_fxmask_base", type(owner)).__name__
+            name = base_of(owner).__name__
             what = f"the forward of {name} writes into the weight of this layer, which it reads as W∘M: the Parameter would not see the write."
             fix = "write in that forward itself, as in self.layer.weight.mul_(...), where fxmask.apply sees it, and call the layer there; or exclude the layer."
             raise UnsupportedError(message(what, m._fxmask_name, fix))

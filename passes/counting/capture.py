@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...kernels.errors import FxMaskError, UnsupportedError, message
-from ..finding.candidate import CHANGED, join
+from ..finding.candidate import CHANGED, base_of, join
 from ..finding.graph_linears import graph_modules
 from ..graphs.graph_site import GraphSite, graph_sites
 from ..state.site import Site
@@ -153,7 +153,7 @@ def _step(run: Callable[[], Any], recorder: Recorder, known: set[int], backward:
 
 def _computes(m: nn.Module) -> bool:
     """Whether the class that a Linear had before it was masked has a forward of its own."""
-    return getattr(m, "_fxmask_base", type(m)).forward is not nn.Linear.forward
+    return base_of(m).forward is not nn.Linear.forward
 
 
 def _wants_kept_dw(site: Site) -> bool:

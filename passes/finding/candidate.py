@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,11 @@ class Candidate:
     def key(self) -> str:
         """By which `explain` finds what `apply` has said of it: with a colon, which no module's name has, the calls of one module are told apart."""
         return f"{self.name}:{self.call.rpartition('.')[2]}" if self.call else self.name
+
+
+def base_of(m: nn.Module) -> Any:
+    """The class of a module, of one that `fxmask.apply` has given another the class that it had."""
+    return getattr(type(m), "_fxmask_base", type(m))
 
 
 def linear_like(weight: Tensor) -> nn.Module:

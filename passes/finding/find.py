@@ -14,7 +14,7 @@ from ..graphs.graph_calls import EMBEDDINGS, resolve
 from ..graphs.graph_site import graph_sites
 from ..graphs.regions import given_to, incoming
 from ..state.site import Site
-from .candidate import CHANGED, IN_PROJ, IN_PROJ_WEIGHTS, NO_WEIGHT, OWNER_REPLACED, REPLACED, Candidate, join, weight_problem
+from .candidate import CHANGED, IN_PROJ, IN_PROJ_WEIGHTS, NO_WEIGHT, OWNER_REPLACED, REPLACED, Candidate, base_of, join, weight_problem
 from .dense_reads import constants_of
 from .graph_linears import around, graph_modules, in_graph, in_products, is_plain, rewritten, used_outside
 from .plain_forward import computes_linear
@@ -91,8 +91,7 @@ def _way_out(name: str, m: nn.Module, problem: str) -> str:
 
 def _wraps(m: nn.Module) -> bool:
     """Whether an nn.Linear by name has no weight of its own but shows that of a layer inside, which is found there, as some of PEFT's adapters do."""
-    cls: Any = getattr(type(m), "_fxmask_base", type(m))
-    if not isinstance(m, nn.Linear) or "weight" in m._parameters or parametrize.is_parametrized(m) or computes_linear(cls):
+    if not isinstance(m, nn.Linear) or "weight" in m._parameters or parametrize.is_parametrized(m) or computes_linear(base_of(m)):
         return False
     weight = getattr(m, "weight", None)
     return any(weight is p for inner in m.modules() if inner is not m for p in inner._parameters.values() if p is not None)

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from ..graphs.graph_calls import call_stack, resolve
 from ..infra import recorded_value
-from .candidate import REPLACED, Candidate, join, weight_problem
+from .candidate import REPLACED, Candidate, base_of, join, weight_problem
 from .per_class import per_class
 from .plain_forward import product_of
 from .readers import forward_sources
@@ -39,9 +39,8 @@ def find_products(model: nn.Module) -> list[Candidate]:
         if isinstance(m, GraphModule):
             found += _in_graph(name, m)
             continue
-        cls: Any = getattr(type(m), "_fxmask_base", type(m))
-        whole = product_of(cls)
-        for leaf in (whole.a,) if whole else _products_inside(cls):
+        whole = product_of(base_of(m))
+        for leaf in (whole.a,) if whole else _products_inside(base_of(m)):
             weight = m._parameters.get(leaf)
             if weight is None and parametrize.is_parametrized(m, leaf):
                 made = torch.empty(0, device="meta")

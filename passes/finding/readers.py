@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from .candidate import base_of
 from .naming import Path
 from .per_class import per_class
 from .said import Said, said
@@ -43,20 +44,17 @@ def _read_by(m: nn.Module) -> list[object]:
         return [m.linear1, m.linear2, *([m.self_attn.out_proj] if isinstance(m.self_attn, nn.MultiheadAttention) else [])]
     if isinstance(m, GraphModule):
         return []
-    cls: Any = getattr(type(m), "_fxmask_base", type(m))
-    return [read for path in _paths_read(cls) for read in _modules_at(m, path)]
+    return [read for path in _paths_read(base_of(m)) for read in _modules_at(m, path)]
 
 
 def writes_to(owner: nn.Module, layer: nn.Module) -> bool:
     """Whether what a module's forward uses writes to the weight of a layer that it reads, by this name or another: W∘M would take the write and be gone."""
-    cls: Any = getattr(type(owner), "_fxmask_base", type(owner))
-    return any(inner is layer for path in _said_by(cls).writes for inner in _modules_at(owner, path))
+    return any(inner is layer for path in _said_by(base_of(owner)).writes for inner in _modules_at(owner, path))
 
 
 def calls(owner: nn.Module, layer: nn.Module) -> bool:
     """Whether what a module's forward uses calls a layer, or a part that holds it."""
-    cls: Any = getattr(type(owner), "_fxmask_base", type(owner))
-    return any(inner is layer for path in _said_by(cls).calls if path for part in _modules_at(owner, path) for inner in part.modules())
+    return any(inner is layer for path in _said_by(base_of(owner)).calls if path for part in _modules_at(owner, path) for inner in part.modules())
 
 
 def ancestors(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
