@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from ..infra import recorded_value
 from ..state.tensors import is_taken
 from .element_masks import OPS, by_element, is_masking
 from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, behind, call_stack, layer_name, resolve, weight_arg
-from .graph_site import GraphSite
+from .graph_site import made_by
 from .regions import attribute, given_to, incoming, is_trainable
 
 ARGUMENTS: dict[Any, list[str]] = {op: [a.name for a in op._schema.arguments] for op in (MASKED_LINEAR, torch.ops.fxmask.pruned_linear.default)}
@@ -64,7 +63,7 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
         if node.target in ARGUMENTS:
             call: Any = {**dict(zip(ARGUMENTS[node.target], node.args, strict=False)), **node.kwargs}
             w, mask, rows, cols, backward, impl = map(call.get, ("w", "mask", "block_rows", "block_cols", "backward", "impl"))
-            if mask is not None and not _of_a_site(places, mask):
+            if mask is not None and made_by(places[mask.graph][1], mask) is None:
                 yield inside(node, w, mask, (rows, cols), backward or "masked", impl or "auto")
             continue
         of_weight = node.target in LINEARS  # of others nothing says which operand it is
@@ -110,12 +109,6 @@ def _put_on(mask: Node, made: list[Node]) -> Any:
     """The weight that a mask is put on: of a cached one, what the mask meets first."""
     met = (n for node in made for n in node.all_input_nodes if n not in made and not is_index(n))  # the flag of `rigl` is a bool
     return mask.args[0] if mask.target is BLOCK_INDEX else next(met, None)
-
-
-def _of_a_site(places: Places, mask: Node) -> bool:
-    """Whether the mask is that of a `GraphSite`, alone or among what its call gives."""
-    call = mask.args[0] if mask.target is operator.getitem else mask
-    return isinstance(call, Node) and call.op == "call_module" and isinstance(places[call.graph][1].get_submodule(str(call.target)), GraphSite)
 
 
 def _weight(model: nn.Module, node: Node, w: Node | None, places: Places, comes_in: dict[Node, str]) -> tuple[str, Tensor, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -11,11 +13,12 @@ from torch.fx import GraphModule, Node
 
 from ...kernels.errors import UnsupportedError, first_of, message
 from ...kernels.lists import listed
+from ..finding.candidate import join
 from ..settings.config import WeightMask
 from ..state.site import Site, install
 from ..state.site_forward import forward_lists, forward_mask
 from ..state.site_mask import is_traced_anew
-from .graph_calls import resolve
+from .graph_calls import calls_of, resolve
 
 
 class GraphSite(Site):
@@ -62,8 +65,8 @@ def containers(gm: GraphModule) -> list[tuple[str, nn.Module]]:
 
 def refuse_split(model: nn.Module, caller: str) -> None:
     """Raise UnsupportedError for graphs that somebody has cut up since (torch.fx's split_module): a site's calls, weight and container are in several."""
-    graphs = [(path, m) for path, m in model.named_modules() if isinstance(m, GraphModule)]
-    cut = [f"{path}.{name}".lstrip(".") for path, gm in graphs for name, m in gm.named_children() if isinstance(m, GraphSite) or "_fxmask_held" in m.__dict__]
+    inside = ((join(path, name), m) for path, gm in model.named_modules() if isinstance(gm, GraphModule) for name, m in gm.named_children())
+    cut = [name for name, m in inside if isinstance(m, GraphSite) or "_fxmask_held" in m.__dict__]
     if cut:
         what = f"{caller} of a traced model that was split after fxmask.apply: expected the graph as fxmask.apply has left it."
         raise UnsupportedError(message(what, first_of(cut), f"call {caller} on the model before it is split."))
@@ -79,7 +82,12 @@ def graph_sites(gm: GraphModule) -> Iterator[tuple[GraphSite, Tensor | None]]:
 
 def graph_weights(gm: GraphModule) -> Iterator[tuple[Node, GraphSite]]:
     """(node of the weight, mask) of every call of a mask in one graph."""
-    for node in gm.graph.nodes:
-        site = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if isinstance(site, GraphSite):
-            yield node.args[0], site
+    calls: Iterator[tuple[Any, GraphSite]] = calls_of(gm, GraphSite)
+    return ((node.args[0], site) for node, site in calls)
+
+
+def made_by(gm: GraphModule, mask: Node) -> tuple[Node, GraphSite] | None:
+    """(call, mask) of what gives a node, alone or among others; None where no `GraphSite` does."""
+    call: Any = mask.args[0] if mask.target is operator.getitem else mask
+    site = gm.get_submodule(str(call.target)) if isinstance(call, Node) and call.op == "call_module" else None
+    return (call, site) if isinstance(site, GraphSite) else None

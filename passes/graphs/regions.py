@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ..finding.candidate import join
+from .graph_calls import calls_of
 
 
 def bodies_of(gm: GraphModule) -> Iterator[tuple[Node, GraphModule, dict[Node, Node]]]:
@@ -35,11 +36,9 @@ def given_to(graphs: Iterable[GraphModule]) -> dict[Node, list[Node]]:
 
 
 def _given_to_parts(gm: GraphModule) -> Iterator[dict[Node, Node]]:
-    for node in gm.graph.find_nodes(op="call_module"):
-        part = gm.get_submodule(str(node.target))
-        if isinstance(part, GraphModule):
-            pairs = zip(part.graph.find_nodes(op="placeholder"), node.args, strict=False)
-            yield {inner: outer for inner, outer in pairs if isinstance(outer, Node)}
+    for node, part in calls_of(gm, GraphModule):
+        pairs = zip(part.graph.find_nodes(op="placeholder"), node.args, strict=False)
+        yield {inner: outer for inner, outer in pairs if isinstance(outer, Node)}
 
 
 def attribute(gm: nn.Module, node: Node) -> Any:

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from ..finding.choose import Decision
 from ..infra import Pass, call_again, replace_node
 from .graph_calls import MASKED_LINEAR, input_arg, linear_call, linear_parts, place_of, weight_arg
-from .graph_site import GraphSite, containers, graph_sites
+from .graph_site import GraphSite, containers, graph_sites, made_by
 from .writes import Writes
 
 CONTAINER = "fxmask_sites"
@@ -57,10 +57,10 @@ class RestoreLinears(Pass):
         names = []
         for node in gm.graph.find_nodes(op="call_function", target=MASKED_LINEAR):
             x, w, b, mask, *rest = node.args
-            call = mask.args[0] if mask.target is operator.getitem else mask
-            site = gm.get_submodule(str(call.target)) if call.op == "call_module" else None
-            if not isinstance(site, GraphSite) or id(site) not in chosen:
+            made = made_by(gm, mask)
+            if made is None or id(made[1]) not in chosen:
                 continue
+            call, site = made
             origin, name = chosen[id(site)].pop(0) if chosen[id(site)] else ("functional", "")  # a call that somebody copied has none
             with gm.graph.inserting_before(node):
                 new = linear_call(gm, origin, x, w, b)
@@ -71,10 +71,10 @@ class RestoreLinears(Pass):
                     gm.graph.erase_node(left)
             names.append(site._fxmask_name)
         for name, container in containers(gm):
-            for key, site in list(container.named_children()):
-                if isinstance(site, GraphSite) and id(site) in chosen:
+            for key, m in list(container.named_children()):
+                if isinstance(m, GraphSite) and id(m) in chosen:
                     delattr(container, key)
-                    site._fxmask_guard = None
+                    m._fxmask_guard = None
             if not any(container.children()):
                 delattr(gm, name)
         return names
