@@ -14,7 +14,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
 from ..graphs.element_masks import is_masking
-from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, weight_arg
+from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, Given, behind, weight_arg
 from ..graphs.graph_site import graph_weights
 from ..graphs.regions import attribute, bodies_of, given_to, is_trainable
 from ..graphs.writes import is_filled, last_name
@@ -36,7 +36,6 @@ CAST_LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")  # their sec
 PRODUCTS = {"matmul", "imatmul", "linalg_matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", *SUMS, *CHAINS, *FREE}
 
 Made = tuple[tuple[Any, ...], bool]  # the weights that something is made of, and no input, and whether its axes may be in another order
-Given = Mapping[Node, Sequence[Node]]  # by input of a body: what calls give for it, see `regions.given_to`
 
 
 class Read(NamedTuple):
@@ -114,7 +113,7 @@ def _makers(node: Node, inputs: Sequence[Node]) -> Sequence[Node]:
 def inputs_of_layers(weight: Any, given: Given) -> list[Node]:
     """The inputs for which layers give a weight, or a part of it: the numbers among these, too, such as those of tokens."""
     layers = [n for n in values_behind(weight, given) if n.graph.owning_module is not None and is_layer(n.graph.owning_module, n)]
-    found = behind(*layers, inputs=lambda node: given.get(node) or _values_from(node))
+    found = behind(*layers, given=given, inputs=_values_from)
     return [n for n in found if n.op == "placeholder" and n not in given]
 
 
@@ -171,7 +170,7 @@ def reads_in(graphs: Sequence[tuple[GraphModule, Mapping[Node, Made]]]) -> Itera
     comes_in: dict[Node, Made] = {}
     given = given_to(gm for gm, _ in graphs)
     wanted = [w for gm, _ in graphs for w in _wanted(gm)]
-    parts = set(behind(*wanted, inputs=lambda n: given.get(n) or n.all_input_nodes))
+    parts = set(behind(*wanted, given=given))
     for gm, own in graphs:
         made = made_of_weights(gm, {**own, **comes_in})
         for inner, outer in (pair for _, _, operands in bodies_of(gm) for pair in operands.items()):

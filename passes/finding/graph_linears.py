@@ -12,12 +12,12 @@ from torch.export.unflatten import InterpreterModule
 from torch.fx import GraphModule, Node
 
 from ..graphs.element_masks import is_masking
-from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, call_stack, layer_name, resolve, weight_arg
+from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, Given, behind, call_stack, layer_name, resolve, weight_arg
 from ..graphs.graph_site import graph_sites, graph_weights
 from ..graphs.regions import found_at
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
-from .dense_reads import ACTIVATION, Given, Made, Read, inputs_in, inputs_of_layers, is_product, made_of_weights, reads_in
+from .dense_reads import ACTIVATION, Made, Read, inputs_in, inputs_of_layers, is_product, made_of_weights, reads_in
 
 CONSTANT = "its weight is a constant, not a parameter"
 INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
@@ -81,7 +81,7 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
 
 def masks_behind(weight: Any, given: Given) -> list[Node]:
     """The masks of a model that was masked before it was traced which a weight is made with: it is W∘M, or made of some."""
-    return [n for n in behind(weight, inputs=lambda n: [] if is_product(n) else given.get(n, n.all_input_nodes)) if is_masking(n, given)]
+    return [n for n in behind(weight, given=given, inputs=lambda n: [] if is_product(n) else n.all_input_nodes) if is_masking(n, given)]
 
 
 def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict[Node, str], constants: set[Node], given: Given) -> tuple[Any, Candidate]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from .graph_calls import behind
+from .graph_calls import Given, behind
 from .regions import bodies_of, given_to
 
 # bodies that compute what they say, of operands that are passed one by one
@@ -23,12 +22,12 @@ class Body(NamedTuple):
     graph: GraphModule
     origin: dict[Node, Node]
     closed: str
-    given: Mapping[Node, Sequence[Node]]
-    places: Mapping[Node, Sequence[Node]]
+    given: Given
+    places: Given
 
     def behind(self, w: Node) -> list[Node]:
         """What a node is computed from, in the graphs around this one, too."""
-        return behind(w, inputs=lambda n: self.given.get(n) or n.all_input_nodes)
+        return behind(w, given=self.given)
 
     def closed_to(self, w: Node) -> str:
         """What keeps a linear with this weight dense: a body of several layers can have one mask only."""
@@ -59,6 +58,6 @@ def _graphs(gm: GraphModule, closed: str, found: dict[GraphModule, str]) -> dict
     return found
 
 
-def _roots(n: Node, given: Mapping[Node, Sequence[Node]]) -> dict[Node, None]:
+def _roots(n: Node, given: Given) -> dict[Node, None]:
     """What an input comes from outside of all bodies that hand it on: from one place, or in several calls from several."""
     return {root: None for outer in given[n] for root in _roots(outer, given)} if n in given else {n: None}

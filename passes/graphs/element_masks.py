@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch.fx import Node
 
 from ...kernels import nm_ops  # noqa: F401  (registers the N:M ops)
 from ..infra import recorded_value
-from .graph_calls import behind, is_mask
+from .graph_calls import Given, behind, is_mask
 
 OPS = {torch.ops.fxmask.nm_sr_ste.default: 1, torch.ops.fxmask.nm_learned.default: None, torch.ops.fxmask.nm_magnitude.default: None}
 # ours, of the weight that is the first argument: where the mask stands
@@ -18,7 +17,6 @@ PLAIN = {torch.ops.aten.where.ScalarOther: (1, 0), torch.ops.aten.where.self: (1
 # PyTorch's, where the weight and the mask stand; a decomposition makes the second of the first, the last one is by a soft mask
 NAMES = ("nm_mask", "nm_logits", "nm_patterns")  # of a layer's attributes
 HELD = ("placeholder", "get_attr")
-Given = Mapping[Node, Sequence[Node]]
 BITS = torch.ops.aten.view.dtype  # by which masks by magnitude rank a weight
 
 

@@ -11,12 +11,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from ...kernels import prune_ops  # noqa: F401  (registers the ops of pruned inputs)
 from ..finding.candidate import join
-from ..finding.dense_reads import Given, Made, inputs_in, is_index, is_product, is_small, joined, made_of_weights
+from ..finding.dense_reads import Made, inputs_in, is_index, is_product, is_small, joined, made_of_weights
 from ..finding.graph_linears import graph_modules, masks_behind
 from ..infra import recorded_value
 from ..state.tensors import is_taken
 from .element_masks import OPS, by_element, is_masking
-from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, behind, call_stack, layer_name, resolve, weight_arg
+from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, Given, behind, call_stack, layer_name, resolve, weight_arg
 from .graph_site import made_by
 from .regions import attribute, given_to, incoming, is_trainable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ ROOT = re.compile(r"^(L\['args'\]\[\d+\]|L\['kwargs'\]\['\w+'\]|[LG]\['\w+'\](\.
 INDEX = re.compile(r"""(?:\._modules)?\[(?:'([^']*)'|"([^"]*)"|(\d+))\]""")  # of a list or a dict, and of a key that is no name
 PRUNED, DROPPED = "fxmask_pruned", "fxmask_dropped"  # containers of a graph module, for inputs
 S = TypeVar("S", bound=nn.Module)
+Given = Mapping[Node, Sequence[Node]]  # by input of a body: what calls give for it, see `regions.given_to`
 
 
 def weight_arg(node: Node) -> Any:
@@ -86,12 +87,12 @@ def resolve(gm: nn.Module, path: str) -> Any:
     return getattr(gm.get_submodule(owner), leaf)
 
 
-def behind(*values: Any, inputs: Callable[[Node], Sequence[Node]] = lambda n: n.all_input_nodes) -> list[Node]:
+def behind(*values: Any, given: Given | None = None, inputs: Callable[[Node], Sequence[Node]] = lambda n: n.all_input_nodes) -> list[Node]:
     """What values of a graph are computed from, themselves included, the nearest first; nothing for a constant. `inputs`: which of a node's are followed."""
-    found = dict.fromkeys(v for v in values if isinstance(v, Node))
+    outer, found = given or {}, dict.fromkeys(v for v in values if isinstance(v, Node))
     left = list(found)
     for node in left:
-        new = dict.fromkeys(n for n in inputs(node) if n not in found)
+        new = dict.fromkeys(n for n in outer.get(node) or inputs(node) if n not in found)
         left += new
         found |= new
     return left
