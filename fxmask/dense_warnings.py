@@ -17,7 +17,6 @@ from .passes.finding.graph_linears import graph_modules, is_unflattened, weight_
 from .passes.finding.outside import elements, unsaid, words
 from .passes.finding.patterns import Patterns, as_patterns, matches_other
 from .passes.graphs.exported import exported_masks
-from .passes.graphs.graph_calls import resolve
 from .passes.graphs.trace_check import frozen_randomness
 from .passes.settings.phases import in_turn
 from .swapped import Swapped
@@ -34,7 +33,7 @@ def warn_of_graphs(model: nn.Module) -> None:
 def warn_of_reads(model: nn.Module, decisions: list[Decision]) -> None:
     """Warn where a graph that masks the calls of a layer reads its weight in another way, too."""
     chosen = [d.candidate for d in decisions if d.config is not None]
-    masked = {id(resolve(model, c.lifted) if c.lifted else c.weight): c.name for c in chosen}
+    masked = {id(c.parameter(model)): c.name for c in chosen}
     found: dict[GraphModule, dict[str, str]] = {}
     for weight, gm, read in weight_reads(model):
         if id(weight) in masked:

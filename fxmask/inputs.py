@@ -16,7 +16,6 @@ from .passes.finding.candidate import Candidate
 from .passes.finding.choose import Decision, reasons_of
 from .passes.finding.patterns import matches
 from .passes.finding.products import find_products
-from .passes.graphs.graph_calls import resolve
 from .passes.settings.activation_pruning import ActivationPruning
 from .passes.settings.block_dropout import BlockDropout
 from .passes.settings.nm_mask import NMMask
@@ -166,8 +165,7 @@ def saved_pruned(model: nn.Module, decisions: list[Decision]) -> list[Decision]:
     done = {name for name, _ in pruned_layers(model)}
     for d in decisions:
         if d.candidate.name in done:
-            weight = resolve(model, d.candidate.lifted) if d.candidate.lifted else d.candidate.weight
-            d.reason = PRUNED_INPUT if weight.requires_grad else RESTS
+            d.reason = PRUNED_INPUT if d.candidate.parameter(model).requires_grad else RESTS
     return decisions
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..graphs.graph_calls import recorded_stack
+from ..graphs.graph_calls import recorded_stack, resolve
 
 IN_PROJ_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")  # one, or three where keys or values have another width
 IN_PROJ = "its in_proj is a Parameter and no Linear (a torch.export trace shows it as a linear call, and masks it)"
@@ -64,6 +64,10 @@ class Candidate:
     def names(self) -> tuple[str, ...]:
         """By which a pattern names it exactly."""
         return (self.name, self.call) if self.call else (self.name,)
+
+    def parameter(self, model: nn.Module) -> Tensor:
+        """Its weight; of a call in the body of a region the parameter that comes in."""
+        return resolve(model, self.lifted) if self.lifted else self.weight
 
     @property
     def held(self) -> bool:

@@ -38,7 +38,7 @@ def find(model: nn.Module) -> list[Candidate]:
         if c.host is not None:
             both = around(c.name, around(paths[id(c.host)], graphs))  # the call and the layer; the nearest holds the layer
             c.local = c.name.removeprefix(both[0][0] if both else "").removeprefix(".")
-        c.tied_embedding = id(resolve(model, c.lifted) if c.lifted else c.weight) in embeddings
+        c.tied_embedding = id(c.parameter(model)) in embeddings
     return found
 
 

@@ -133,7 +133,7 @@ def weight_reads(model: nn.Module) -> Iterator[tuple[Tensor, GraphModule, Read]]
 
 def in_products(model: nn.Module, found: Iterable[Candidate]) -> list[Candidate]:
     """Weights that products read which may be linears in other words, beside the linears that are known."""
-    weights = {id(resolve(model, c.lifted) if c.lifted else c.weight) for c in found} | {id(w) for _, gm in graph_modules(model) for _, w in graph_sites(gm)}
+    weights = {id(c.parameter(model)) for c in found} | {id(w) for _, gm in graph_modules(model) for _, w in graph_sites(gm)}
     new: dict[int, Candidate] = {}
     for weight, gm, read in weight_reads(model):
         if read.as_linear and id(weight) not in weights:
