@@ -14,7 +14,6 @@ from ..graphs.graph_calls import recorded_stack, resolve
 
 IN_PROJ_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")  # one, or three where keys or values have another width
 IN_PROJ = "its in_proj is a Parameter and no Linear (a torch.export trace shows it as a linear call, and masks it)"
-NO_WEIGHT = "it has no weight"
 REPLACED = "its forward was replaced on the instance, and a swapped class would not be called; call fxmask.apply before that"
 OWNER_REPLACED = "its owner reads its weight, and the owner's forward was replaced on the instance; call fxmask.apply before that"
 

@@ -12,11 +12,11 @@ from torch import nn
 from ...kernels.errors import ConfigError
 from ..graphs.graph_calls import call_stack, resolve, weight_arg
 from ..state.site import Site
-from .candidate import NO_WEIGHT, REPLACED, Candidate, join, weight_problem
+from .candidate import REPLACED, Candidate, join
 from .find import find
 from .graph_linears import graph_modules
 from .readers import weight_readers
-from .weights import lacks_weight, peek_weight
+from .weights import weight_or_problem
 
 KINDS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d)
 CONVS = {F.conv2d, torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding, torch.ops.aten.convolution.default}
@@ -64,10 +64,7 @@ def convs(model: nn.Module) -> Iterator[Candidate]:
 
 
 def _conv(name: str, m: nn.Conv2d, owners: list[nn.Module]) -> Candidate:
-    lazy = isinstance(m, nn.modules.lazy.LazyModuleMixin)
-    gone = not lazy and lacks_weight(m)
-    weight = torch.empty(1, 1, device="meta") if lazy or gone else peek_weight(m)
-    problem = "its weight is not initialised yet; run one forward first" if lazy else NO_WEIGHT if gone else weight_problem(weight)
+    weight, problem = weight_or_problem(m)
     masked = isinstance(m, Site) or "_fxmask_nm" in m.__dict__
     new = Candidate(name, join(name, "weight"), weight, m, types=type(m).__mro__, problem=problem, masked=masked)
     if m.groups != 1:

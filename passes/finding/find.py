@@ -14,12 +14,14 @@ from ..graphs.graph_calls import EMBEDDINGS, resolve
 from ..graphs.graph_site import graph_sites
 from ..graphs.regions import given_to, incoming
 from ..state.site import Site
-from .candidate import CHANGED, IN_PROJ, IN_PROJ_WEIGHTS, NO_WEIGHT, OWNER_REPLACED, REPLACED, Candidate, base_of, join, weight_problem
+from .candidate import CHANGED, IN_PROJ, IN_PROJ_WEIGHTS, OWNER_REPLACED, REPLACED, Candidate, base_of, join
 from .dense_reads import constants_of
 from .graph_linears import around, graph_modules, in_graph, in_products, is_plain, rewritten, used_outside
 from .plain_forward import computes_linear
 from .readers import weight_readers, writes_to
-from .weights import lacks_weight, peek_weight
+from .weights import LAZY, weight_or_problem
+
+QUANTISED = "its weight is quantised; mask the float model first, then quantise"
 
 
 def find(model: nn.Module) -> list[Candidate]:
@@ -50,9 +52,8 @@ def _in_modules(model: nn.Module, graphs: list[tuple[str, GraphModule]], outside
     for name, m in model.named_modules():
         if _wraps(m):
             continue
-        problem = _module_problem(m)
-        if (isinstance(m, nn.Linear) or problem) and not (id(m) in called and is_plain(m)):
-            c = _module_candidate(name, m, problem, readers.get(id(m), []))
+        if (isinstance(m, nn.Linear) or _is_quantised(m)) and not (id(m) in called and is_plain(m)):
+            c = _module_candidate(name, m, readers.get(id(m), []))
             c.masked = c.masked or id(c.weight) in owned
             yield c
         elif isinstance(m, nn.MultiheadAttention):
@@ -60,11 +61,11 @@ def _in_modules(model: nn.Module, graphs: list[tuple[str, GraphModule]], outside
             yield from (Candidate(path, path, weight, skip=IN_PROJ, quiet=True) for path, weight in paths.items() if weight is not None)
 
 
-def _module_candidate(name: str, m: nn.Module, problem: str, owners: list[nn.Module]) -> Candidate:
-    linear = isinstance(m, nn.Linear) and not isinstance(m, nn.modules.lazy.LazyModuleMixin)
-    weight = peek_weight(m) if linear and not lacks_weight(m) else torch.empty(0, 0)
+def _module_candidate(name: str, m: nn.Module, owners: list[nn.Module]) -> Candidate:
+    weight, problem = weight_or_problem(m) if isinstance(m, nn.Linear) else (torch.empty(0, 0, device="meta"), QUANTISED)
     cls: Any = type(m)
-    own = linear and CHANGED.isdisjoint(m.__dict__) and (not computes_linear(cls) or cls.__call__ is not nn.Module.__call__)
+    known = problem in (QUANTISED, LAZY) or not CHANGED.isdisjoint(m.__dict__)
+    own = not known and (not computes_linear(cls) or cls.__call__ is not nn.Module.__call__)
     writer = next((owner for owner in owners if writes_to(owner, m)), None)
     if "forward" in m.__dict__:
         skip = REPLACED
@@ -97,15 +98,9 @@ def _wraps(m: nn.Module) -> bool:
     return any(weight is p for inner in m.modules() if inner is not m for p in inner._parameters.values() if p is not None)
 
 
-def _module_problem(m: nn.Module) -> str:
-    """Why a linear's weight cannot be masked; empty for what can be, and for what is no linear."""
-    if isinstance(m, nn.modules.lazy.LazyModuleMixin) and isinstance(m, nn.Linear) and m.has_uninitialized_params():
-        return "its weight is not initialised yet; run one forward first"
-    if "quantized" in type(m).__module__ and "Linear" in type(m).__name__ and not isinstance(m, nn.Linear):
-        return "its weight is quantised; mask the float model first, then quantise"
-    if not isinstance(m, nn.Linear):
-        return ""
-    return NO_WEIGHT if lacks_weight(m) else weight_problem(peek_weight(m))
+def _is_quantised(m: nn.Module) -> bool:
+    """Whether a module is one of PyTorch's quantised linears, which are no nn.Linear."""
+    return "quantized" in type(m).__module__ and "Linear" in type(m).__name__ and not isinstance(m, nn.Linear)
 
 
 def is_table(m: nn.Module) -> bool:

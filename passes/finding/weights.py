@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ...kernels.errors import StateError, UnsupportedError, message
+from .candidate import weight_problem
+
+LAZY = "its weight is not initialised yet; run one forward first"
 
 
 def raw_weight(m: nn.Module) -> Tensor:
@@ -45,6 +48,15 @@ def peek_weight(m: nn.Module) -> Tensor:
 def lacks_weight(m: nn.Module) -> bool:
     """Whether a layer has no weight by that name: None is in its place, it was deleted, or a subclass keeps it packed elsewhere."""
     return m._parameters.get("weight") is None and not parametrize.is_parametrized(m, "weight") and getattr(m, "weight", None) is None
+
+
+def weight_or_problem(m: nn.Module) -> tuple[Tensor, str]:
+    """The weight of a layer, and why it cannot be masked: empty ones where it has none, or is lazy, as its first forward gives it another class."""
+    lazy = isinstance(m, nn.modules.lazy.LazyModuleMixin)
+    if lazy or lacks_weight(m):
+        return torch.empty(0, 0, device="meta"), LAZY if lazy else "it has no weight"
+    weight = peek_weight(m)
+    return weight, weight_problem(weight)
 
 
 def _there(m: nn.Module) -> Tensor:

@@ -133,3 +133,19 @@ def test_a_subclass_that_keeps_its_weight_elsewhere_does_not_stop_apply():
     with pytest.warns(FxMaskWarning, match="0 stays dense: Packed has its own forward, and it has no weight"):
         fxmask.apply(model, ratio=0.5)
     assert list(fxmask.masks(model)) == ["1.weight"] and model(torch.randn(4, 64)).shape == (4, 64)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_layer_that_is_lazy_still_is_an_error_though_weights_were_loaded_into_it():
+    """It becomes another class in its first forward."""
+    model = nn.Sequential(nn.LazyLinear(64))
+    model.load_state_dict(nn.Sequential(nn.Linear(64, 64)).state_dict())
+    with pytest.raises(UnsupportedError, match="cannot change '0': its weight is not initialised yet; run one forward first"):
+        fxmask.apply(model)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_lazy_layers_have_no_elements():
+    model = fxmask.apply(nn.Sequential(nn.LazyConv2d(16, 3), nn.LazyLinear(64), nn.Linear(64, 64)), include="2", layers=(nn.Linear, nn.Conv2d))
+    report = fxmask.explain(model)
+    assert [r["shape"] for r in report.rows] == ["0x0", "0x0", "64x64"] and "weight elements in layers: 4096\n" in str(report)
