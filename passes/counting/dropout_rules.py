@@ -12,7 +12,7 @@ from ...kernels.cost import Cost
 from ...kernels.lists import listed, skips
 from ...kernels.triton.tiles import DRAWN
 from .calls import Call, Place, typical_mask
-from .masked_rules import PHASE, ROLES, implementation, weight_of_forward
+from .masked_rules import PHASE, ROLES, implementation, strip_lists, weight_of_forward
 from .work import EXACT, Target, Work, phase_of, rule
 
 
@@ -57,10 +57,9 @@ def _mask(call: Call, t: Target) -> list[Work]:
 def _linear(call: Call, t: Target) -> list[Work]:
     a: dict[str, Any] = call.named
     found = [_work("forward", call, t, a["x"], a["w"].shape, a["w"].weight)]
-    block, grid = (a["block_rows"], a["block_cols"]), a["keep"].shape
+    block = (a["block_rows"], a["block_cols"])
     if implementation(a["impl"], t) == "triton" and listed(block) and a["lists"] is None:  # the kernels would have lists of the mask
-        made = layer_cost.strip_lists((grid[0] * block[0], grid[1] * block[1]), block)
-        found.append(Work(call, found[0].phase, EXACT, made, block=block, weight=a["w"].weight, launches=2, name="fxmask.strip_lists"))
+        found.append(strip_lists(call, found[0].phase, a["keep"], a["w"].weight))
     return found
 
 

@@ -83,9 +83,13 @@ def lists_of(call: Call, forward: Work) -> list[Work]:
     a = call.named
     if forward.impl != "triton" or a["lists"] is not None or not a["mask"].weight:
         return []
-    w, block = a["w"], (a["block_rows"], a["block_cols"])
-    cost = layer_cost.strip_lists(w.shape, block)
-    return [Work(call, forward.phase, EXACT, cost, block=block, weight=w.weight, launches=2, name="fxmask.strip_lists")]
+    return [strip_lists(call, forward.phase, a["mask"], a["w"].weight)]
+
+
+def strip_lists(call: Call, phase: str, mask: Place, weight: str) -> Work:
+    block = (call.named["block_rows"], call.named["block_cols"])
+    cost = layer_cost.strip_lists((mask.shape[0] * block[0], mask.shape[1] * block[1]), block)
+    return Work(call, phase, EXACT, cost, block=block, weight=weight, launches=2, name="fxmask.strip_lists")
 
 
 @rule("fxmask.masked_linear_dx")
@@ -116,7 +120,5 @@ def _index(call: Call, t: Target) -> list[Work]:
 
 @rule("fxmask.strip_lists")
 def _lists(call: Call, t: Target) -> list[Work]:
-    a = call.named
-    block, grid = (a["block_rows"], a["block_cols"]), a["mask"].shape
-    shape = (grid[0] * block[0], grid[1] * block[1])
-    return [Work(call, phase_of(call), EXACT, layer_cost.strip_lists(shape, block), block=block, weight=a["mask"].weight, launches=2)]
+    mask = call.named["mask"]
+    return [strip_lists(call, phase_of(call), mask, mask.weight)]
