@@ -56,17 +56,18 @@ class Origins:
         block, shape = self.cached.get(storage_of(t), (None, None))
         return Mask(t, block, shape=shape) if t.dtype == torch.bool and t.dim() in (0, 2) and is_real(t) else None
 
-    def mask_made(self, call: Call, args: Any, kwargs: Any, module: str) -> Mask | None:
+    def mask_made(self, call: Call, args: Any) -> Mask | None:
         """The mask that a call makes. Of a `block_index` its values, from the real weight; typical ones where there are no real values."""
         if call.func is not BLOCK_INDEX:
             return _either(call)
         w, keep, block = args[0], self.values.get(storage_of(args[1]), args[1]), (args[3], args[4])
         real, grid = self.real.get(storage_of(w), self._copies.get(storage_of(w))), grid_shape(w.shape, block)
         with _disable_current_modes(), torch.no_grad():
-            computed = self.computed.get(module) if real is None else None
+            computed = self.computed.get(call.module) if real is None else None
             if real is not None and is_real(real[1]) and real[1].dim() >= 2 and matrix_shape(real[1].shape) == w.shape and is_real(keep):
-                scalars, cover = (keep, self.values.get(storage_of(args[2]), args[2])), args[9] if len(args) > 9 else kwargs.get("cover", False)
-                values = call.func(as_matrix(real[1].detach()).to(w.dtype), *scalars, *args[3:8], cover=cover).cpu()  # by any impl, all give the same bits
+                step = self.values.get(storage_of(args[2]), args[2])
+                given = (as_matrix(real[1].detach()).to(w.dtype), keep, step, *args[3:8])
+                values = call.func(*given, cover=call.named["cover"]).cpu()  # by any impl, all give the same bits
             elif computed is not None and tuple(computed.shape) == grid:
                 values = computed
             else:

@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
             self._by_seq[call.seq] = call
         elif not torch.is_grad_enabled() and _meets_weight(call) and not _meets_weight(self._by_seq.get(self._seq - 1)) and _in_a_function():
             self._inside.setdefault(self._seq - 1, call)
-        made = self.origins.mask_made(call, args, kwargs, module)
+        made = self.origins.mask_made(call, args)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 if t.layout != torch.strided:
