@@ -28,14 +28,19 @@ S = TypeVar("S", bound=nn.Module)
 Given = Mapping[Node, Sequence[Node]]  # by input of a body: what calls give for it, see `regions.given_to`
 
 
+def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
+    """What a call is given, positional or by keyword."""
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
+
+
 def weight_arg(node: Node) -> Any:
-    """The weight of a linear call, positional or by keyword."""
-    return node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
+    """The weight of a linear call."""
+    return argument(node, 1, "weight")
 
 
 def bias_arg(node: Node) -> Any:
     """The bias of a linear call, or None."""
-    return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    return argument(node, 2, "bias")
 
 
 def is_mask(node: Node) -> bool:
@@ -45,7 +50,7 @@ def is_mask(node: Node) -> bool:
 
 def input_arg(node: Node) -> Any:
     """The input of a linear call, or of the call of a Linear module."""
-    return node.args[0] if node.args else node.kwargs["input"]
+    return argument(node, 0, "input")
 
 
 def call_stack(node: Node) -> tuple[str, tuple[type, ...]]:

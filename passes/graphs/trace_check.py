@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from .fused_dropout import DROPOUTS, OTHERS, settings
+from .graph_calls import argument
 
 aten = torch.ops.aten
 _BATCH_NORMS = (F.batch_norm, aten.batch_norm.default, torch.batch_norm)
@@ -31,10 +32,6 @@ def frozen_randomness(gm: GraphModule) -> list[str]:
     return [f"{n.name} ({how})" for n in gm.graph.nodes if (how := _frozen(n))]
 
 
-def _argument(node: Node, place: int, name: str, default: Any) -> Any:
-    return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
-
-
 def _frozen(node: Node) -> str:
     if node.op == "call_method":
         return "drawn always" if node.target in _RANDOM_METHODS else ""
@@ -47,7 +44,7 @@ def _frozen(node: Node) -> str:
         does_nothing = p == 0 or (target in _BATCH_NORMS and not training)
         return "" if follows or does_nothing else f"as in {'train' if training else 'eval'}"
     if target in _ATTENTION:
-        return "drops always" if _argument(node, 4, "dropout_p", 0.0) != 0 else ""
+        return "drops always" if argument(node, 4, "dropout_p", 0.0) != 0 else ""
     seeded = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
     return "drawn always" if target in _RANDOM or seeded else ""
 
@@ -57,6 +54,6 @@ def _switches(node: Node) -> tuple[Any, Any]:
     if node.target in (*DROPOUTS, *OTHERS):
         return settings(node)[:2]
     if getattr(node.target, "__name__", "") == "stochastic_depth":  # torchvision's, a leaf of its models
-        return _argument(node, 1, "p", None), _argument(node, 3, "training", True)
+        return argument(node, 1, "p", None), argument(node, 3, "training", True)
     place = 5 if node.target in _BATCH_NORMS else 3 if node.target in _RRELUS else None
-    return None, None if place is None else _argument(node, place, "training", False)
+    return None, None if place is None else argument(node, place, "training", False)
