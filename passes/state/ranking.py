@@ -76,7 +76,7 @@ def ranked(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -
     n = c.regrow.exchanged(site._fxmask_step - c.start, keep) if grow else 0
     growth = _growth(site) if n else None
     if growth is None:  # under regrowth nothing else moves a mask but its number of blocks
-        return select_blocks(torch.where(old, (1 << 31) + keys.long(), keys.long()), site._fxmask_keep, "lowest", c.cover)
+        return select_blocks(_before(old, keys, keys), site._fxmask_keep, "lowest", c.cover)
     mask, site._fxmask_grown = regrown(keys, old, site._fxmask_keep, n, growth, c.cover)
     return mask
 
@@ -100,11 +100,16 @@ def regrown(keys: Tensor, old: Tensor, keep: Tensor, n: int, growth: Tensor, cov
 
     keys, growth: int32 (NB, KB); keep: 0-d int64. Ties to the lowest flat index. A block that has just left may come back, as in RigL.
     """
-    sized = select_blocks(torch.where(old, (1 << 31) + keys.long(), keys.long()), keep, "lowest")
+    sized = select_blocks(_before(old, keys, keys), keep, "lowest")
     left, back = sized & old, sized & ~old
     stay = left & select_blocks(torch.where(left, keys.long() + 1, 0), (left.sum() - n).clamp(min=1), "lowest")
-    mask = select_blocks(torch.where(stay | back, (1 << 31) + keys.long(), growth.long()), keep, "lowest", cover)
+    mask = select_blocks(_before(stay | back, keys, growth), keep, "lowest", cover)
     return mask, mask & ~old & ~back
+
+
+def _before(stay: Tensor, keys: Tensor, others: Tensor) -> Tensor:
+    """Keys int64 by which all blocks of a mask, by their `keys`, come before the others, by theirs."""
+    return torch.where(stay, (1 << 31) + keys.long(), others.long())
 
 
 @torch.no_grad()
