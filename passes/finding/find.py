@@ -15,8 +15,8 @@ from ..graphs.graph_site import graph_sites
 from ..graphs.regions import given_to, incoming
 from ..state.site import Site
 from .candidate import CHANGED, IN_PROJ, IN_PROJ_WEIGHTS, OWNER_REPLACED, REPLACED, Candidate, base_of, join
-from .dense_reads import constants_of
 from .graph_linears import around, graph_modules, in_graph, in_products, is_plain, rewritten, used_outside
+from .made import constants_of
 from .plain_forward import computes_linear
 from .readers import weight_readers, writes_to
 from .weights import LAZY, weight_or_problem

@@ -17,7 +17,8 @@ from ..graphs.graph_site import graph_sites, graph_weights
 from ..graphs.regions import found_at
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
-from .dense_reads import ACTIVATION, Made, Read, inputs_in, inputs_of_layers, is_product, made_of_weights, reads_in
+from .dense_reads import Read, is_product, reads_in
+from .made import ACTIVATION, Made, inputs_in, inputs_of_layers, made_of_weights
 
 CONSTANT = "its weight is a constant, not a parameter"
 INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module

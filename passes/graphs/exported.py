@@ -11,8 +11,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from ...kernels import prune_ops  # noqa: F401  (registers the ops of pruned inputs)
 from ..finding.candidate import join
-from ..finding.dense_reads import Made, inputs_in, is_index, is_product, is_small, joined, made_of_weights
+from ..finding.dense_reads import is_product
 from ..finding.graph_linears import graph_modules, masks_behind
+from ..finding.made import Made, inputs_in, is_index, is_small, joined, made_of_weights
 from ..infra import recorded_value
 from ..state.tensors import is_taken
 from .element_masks import OPS, by_element, is_masking

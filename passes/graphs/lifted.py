@@ -13,7 +13,8 @@ from torch.fx import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
-from ..finding.dense_reads import ACTIVATION, CHANGED, inputs_in, inputs_of_layers, reads_in, values_behind
+from ..finding.dense_reads import CHANGED, reads_in
+from ..finding.made import ACTIVATION, inputs_in, inputs_of_layers, values_behind
 from ..infra import recorded_value
 from .bodies import Body
 from .fused_dropout import DroppedCall

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxmask
 from fxmask.errors import FxMaskWarning
-from fxmask.passes.finding import dense_reads
+from fxmask.passes.finding import made
 
 
 class Scores(nn.Module):
@@ -361,8 +361,8 @@ def test_what_an_earlier_graph_has_left_in_an_object_is_no_weight():
 def test_what_many_layers_are_given_is_walked_once(monkeypatch):
     """Each layer's own inputs again would be a quadratic walk for one weight, minutes for a deep model."""
     gm = torch.fx.symbolic_trace(nn.Sequential(nn.Embedding(9, 32), *(nn.Linear(32, 32) for _ in range(50))))
-    walked, values_from = [], dense_reads._values_from
-    monkeypatch.setattr(dense_reads, "_values_from", lambda node: walked.append(node) or values_from(node))
+    walked, values_from = [], made._values_from
+    monkeypatch.setattr(made, "_values_from", lambda node: walked.append(node) or values_from(node))
     *_, last, _ = gm.graph.nodes
-    assert [n.op for n in dense_reads.inputs_of_layers(last, {})] == ["placeholder"]
+    assert [n.op for n in made.inputs_of_layers(last, {})] == ["placeholder"]
     assert len(walked) <= 2 * len(gm.graph.nodes)
