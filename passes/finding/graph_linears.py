@@ -12,7 +12,7 @@ from torch.export.unflatten import InterpreterModule
 from torch.fx import GraphModule, Node
 
 from ..graphs.element_masks import is_masking
-from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, Given, behind, call_stack, layer_name, resolve, weight_arg
+from ..graphs.graph_calls import LINEARS, Given, behind, call_stack, has_changed_input, layer_name, resolve, weight_arg
 from ..graphs.graph_site import graph_sites, graph_weights
 from ..graphs.regions import found_at
 from ..infra import recorded_value
@@ -21,7 +21,6 @@ from .dense_reads import Read, is_product, reads_in
 from .made import ACTIVATION, Made, inputs_in, inputs_of_layers, made_of_weights
 
 CONSTANT = "its weight is a constant, not a parameter"
-INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
 
 
 def graph_modules(model: nn.Module) -> Iterator[tuple[str, GraphModule]]:
@@ -178,8 +177,8 @@ def rewritten(prefix: str, gm: GraphModule, graphs: list[tuple[str, GraphModule]
 
 
 def _behind_inputs(gm: GraphModule) -> Iterator[tuple[Any, Tensor]]:
-    """(module, weight) of linear calls that a module of `INPUT_SITES` makes now, for ActivationPruning or BlockDropout."""
+    """(module, weight) of linear calls that a module makes now, for ActivationPruning or BlockDropout."""
     for n in gm.graph.nodes:
-        if n.op == "call_module" and str(n.target).partition(".")[0] in INPUT_SITES:
+        if has_changed_input(n):
             w = n.args[1]
             yield gm.get_submodule(str(n.target)), resolve(gm, w.target) if w.op == "get_attr" else torch.empty(0, 0, device="meta")

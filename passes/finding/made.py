@@ -11,7 +11,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
 from ..graphs.element_masks import is_masking
-from ..graphs.graph_calls import DROPPED, PRUNED, Given, behind
+from ..graphs.graph_calls import Given, behind, has_changed_input
 from ..graphs.regions import attribute, bodies_of, is_trainable
 from ..graphs.writes import is_filled, last_name
 from ..infra import is_transpose, recorded_value
@@ -50,7 +50,7 @@ def is_layer(gm: GraphModule, node: Node) -> bool:
         bodies = [body for body in held if isinstance(body, GraphModule)]
         return any(is_layer(body, n) for body in bodies for n in body.graph.nodes)
     if node.op == "call_module":
-        return isinstance(gm.get_submodule(str(node.target)), nn.Linear) or str(node.target).partition(".")[0] in (PRUNED, DROPPED)
+        return isinstance(gm.get_submodule(str(node.target)), nn.Linear) or has_changed_input(node)
     return last_name(node) in ("linear", "masked_linear", "embedding", "embedding_bag")
 
 

@@ -48,6 +48,11 @@ def is_mask(node: Node) -> bool:
     return node.target is BLOCK_INDEX or (node.op == "get_attr" and str(node.target).rpartition(".")[2] == "_fxmask_mask")
 
 
+def has_changed_input(node: Node) -> bool:
+    """Whether a node is a linear call whose input a pass has pruned or dropped."""
+    return node.op == "call_module" and str(node.target).partition(".")[0] in (PRUNED, DROPPED)
+
+
 def input_arg(node: Node) -> Any:
     """The input of a linear call, or of the call of a Linear module."""
     return argument(node, 0, "input")
