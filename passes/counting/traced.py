@@ -55,7 +55,7 @@ def behind_callback(callback: Any) -> Any:
 
 def placeholders(gm: fx.GraphModule | None, args: Sequence[Any]) -> list[tuple[str, Any]]:
     """The inputs of a graph by name; of a module none."""
-    nodes = [] if gm is None else [n for n in gm.graph.nodes if n.op == "placeholder"]
+    nodes = [] if gm is None else gm.graph.find_nodes(op="placeholder")
     return [(source_name(n) or n.target, a) for n, a in zip(nodes, args, strict=False)]
 
 

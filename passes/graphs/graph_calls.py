@@ -141,7 +141,7 @@ def call_site(gm: GraphModule, container: str, node: Node, site: nn.Module, args
 
 def calls_of(gm: GraphModule, kind: type[S]) -> Iterator[tuple[Node, S]]:
     """(call, module) of every call of a module of that kind; calls may be replaced meanwhile."""
-    for node in [n for n in gm.graph.nodes if n.op == "call_module"]:
+    for node in gm.graph.find_nodes(op="call_module"):
         site = gm.get_submodule(str(node.target))
         if isinstance(site, kind):
             yield node, site

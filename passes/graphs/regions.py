@@ -20,7 +20,7 @@ def bodies_of(gm: GraphModule) -> Iterator[tuple[Node, GraphModule, dict[Node, N
         bodies = [a for a in operands if isinstance(a, Node) and a.op == "get_attr" and isinstance(attribute(gm, a), GraphModule)]
         for body in bodies:
             inner = attribute(gm, body)
-            inputs = [n for n in inner.graph.nodes if n.op == "placeholder"]
+            inputs = inner.graph.find_nodes(op="placeholder")
             given = [a for a in operands[operands.index(bodies[-1]) + 1 :] if isinstance(a, Node)]
             yield node, inner, dict(zip(inputs, given, strict=True)) if len(inputs) == len(given) else {}
 
