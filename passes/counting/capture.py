@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...kernels.errors import FxMaskError, UnsupportedError, message
+from ...kernels.grid import matrix_shape
 from ..finding.candidate import CHANGED, base_of, join
 from ..finding.graph_linears import graph_modules
 from ..graphs.graph_site import GraphSite, graph_sites
@@ -81,7 +82,8 @@ def capture(
         origins.neutral |= {storage_of(faked(t)) for name, t in given if "_fxmask_" in name}  # what masks hold
         origins.computed, origins.masked_dw = computed, {name for name, m in sites.items() if _wants_kept_dw(m)}
         cached = [(m, m._fxmask_mask) for m in root.modules() if isinstance(m, Site) and m._fxmask_mask is not None]
-        origins.cached = {storage_of(mask): (block, shape) for mask, block, shape in traced}
+        in_blocks = [(i.mask, i.block, i.weight) for i in traced if i.mask is not None and i.block is not None and i.weight.dim() > 1]
+        origins.cached = {storage_of(mask): (block, matrix_shape(w.shape)) for mask, block, w in in_blocks}  # a cached one stands there alone
         origins.cached |= {storage_of(mask): (m._fxmask_config.block, m._fxmask_shape) for m, mask in cached}
         lists = {storage_of(m._fxmask_lists) for m, _ in cached if m._fxmask_lists is not None}
         before = {storage_of(faked(t)) for t in inputs} | lists | {*origins.cached}
@@ -91,7 +93,7 @@ def capture(
             saved, ran = _step(lambda: run(*fake_args, **fake_kwargs), recorder, before, backward, parameters.values())
         read = {p.weight for c in recorder.calls for p in c.inputs}  # whatever else is made of a parameter, some op has read that alone
         idle = kept_of_idle(sites, parameters, read)
-    by_element, unknown = kept_of_nm(root, parameters)
+    by_element, unknown = kept_of_nm(root, parameters, traced)
     kinds = {name: type(m).__name__ for name, m in root.named_modules()}
     executions = dict(Counter(name for _, name in recorder.frames.values()))
     changed = {name: m for name, m in root.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and not CHANGED.isdisjoint(m.__dict__)}

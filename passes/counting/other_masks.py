@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from ...kernels.grid import kept_elements, matrix_shape
+from ...kernels.grid import kept_elements
 from ..finding.weights import peek_weight
-from ..graphs.exported import exported_masks
+from ..graphs.exported import Inside, exported_masks
 from ..state.site import Site
 from ..state.site_mask import current_mask
 from .calls import is_real, typical_mask
@@ -26,14 +26,13 @@ def masks_of_computed(root: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def masks_in_traces(root: nn.Module) -> list[tuple[Tensor, tuple[int, int], tuple[int, int]]]:
-    """(mask, block, its weight's shape) of the layers of traces of masked models, where these are known: a mask that was cached stands there alone."""
-    every = exported_masks(root)
-    return [(i.mask, i.block, matrix_shape(i.weight.shape)) for i in every if i.mask is not None and i.block is not None and i.weight.dim() > 1]
+def masks_in_traces(root: nn.Module) -> list[Inside]:
+    """The layers of traces of masked models."""
+    return list(exported_masks(root))
 
 
 @torch.no_grad()
-def kept_of_nm(root: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[dict[str, int], set[str]]:
+def kept_of_nm(root: nn.Module, parameters: Mapping[str, Tensor], traced: Iterable[Inside]) -> tuple[dict[str, int], set[str]]:
     """Elements that N:M masks keep of their parameters, n of every m, and which of traces have masks that nobody knows. A soft one in training keeps all."""
     names = {id(p): name for name, p in parameters.items()}
     found, unknown = {}, set()
@@ -43,7 +42,7 @@ def kept_of_nm(root: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[dict[
             continue
         if id(p) in names:
             found[names[id(p)]] = p.numel() // config.m * config.n
-    for inside in exported_masks(root):
+    for inside in traced:
         name = names.get(id(inside.weight)) if inside.block is None else None
         if name is not None and inside.mask is not None:
             found[name] = int(inside.mask.sum())
