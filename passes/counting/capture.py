@@ -110,7 +110,7 @@ def capture(
         kinds,
         sites,
         changed=set(changed),
-        own={name for name, m in changed.items() if isinstance(m, Site) and m._fxmask_config.read == "weight" and _computes(m)},
+        own={name for name, m in changed.items() if isinstance(m, Site) and m._fxmask_config.read == "weight" and base_of(m).forward is not nn.Linear.forward},
         idle=idle,
         by_element=by_element,
         executions=executions,
@@ -151,11 +151,6 @@ def _step(run: Callable[[], Any], recorder: Recorder, known: set[int], backward:
             raise _failed(recorder, e) from e
         finally:
             recorder.restore()
-
-
-def _computes(m: nn.Module) -> bool:
-    """Whether the class that a Linear had before it was masked has a forward of its own."""
-    return base_of(m).forward is not nn.Linear.forward
 
 
 def _wants_kept_dw(site: Site) -> bool:
