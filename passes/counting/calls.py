@@ -89,7 +89,6 @@ class Call:
     backward: bool = False
     recomputed: bool = False
     forward: Call | None = None  # of a backward op, the forward op that it differentiates
-    seq: int = -1
     summed: bool = False  # by autograd itself: two gradients of one tensor
     of_weight: bool = False  # such a sum, of a weight's
 

@@ -133,8 +133,7 @@ class Recorder(TorchDispatchMode):
             call.summed = call.op == "aten.add" and len(call.inputs) == 2 and _by_the_engine()
             call.of_weight = call.summed and all(p.storage in self._of_weights for p in call.inputs)
         elif now > self._seq:  # autograd made a node for this op just before it came here
-            call.seq, self._seq = now - 1, now
-            self._by_seq[call.seq] = call
+            self._by_seq[now - 1], self._seq = call, now
         elif not torch.is_grad_enabled() and _meets_weight(call) and not _meets_weight(self._by_seq.get(self._seq - 1)) and _in_a_function():
             self._inside.setdefault(self._seq - 1, call)
         made = self.origins.mask_made(call, args)
