@@ -82,14 +82,11 @@ def swap(root: nn.Module, faked: Fakes) -> tuple[dict[str, Tensor], dict[str, Te
         for table in own:
             table.update({name: faked(t) for name, t in table.items() if t is not None})
     swapped = {id(t): faked(t) for t in (*parameters.values(), *buffers.values())}
-    views = faked.views(parameters.values())
+    views, seen = faked.views(parameters.values()), set[int]()
     for m in root.modules():
         constants = {name: t for name, t in m.__dict__.items() if isinstance(t, Tensor) and t.is_meta and not name.startswith("_fxmask_")}
         m.__dict__.update({name: faked(t) for name, t in constants.items() if view_of(t, views) is t})  # with the weights they move to where fake ones are
-    seen: set[int] = set()
-    for m in root.modules():
         _refer(m.__dict__, swapped, seen)
-    for m in root.modules():
         if isinstance(m, Site):
             _prepare(m)
         if pruning_schedule.is_scheduled(m) and not pruning_schedule.is_announced(m):  # a look counts the ratio of now
