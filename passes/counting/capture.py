@@ -69,6 +69,7 @@ def capture(
     real weight.
     """
     gm, root = runnable(model)
+    modules = dict(root.named_modules())
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faked = Fakes(mode, dtype)
     with unchanged(root), plain_ops(), torch.compiler.set_stance("force_eager"):
@@ -81,22 +82,22 @@ def capture(
         origins, sites = _origins(faked, parameters, buffers, inputs), _named_sites(root)
         origins.neutral |= {storage_of(faked(t)) for name, t in given if "_fxmask_" in name}  # what masks hold
         origins.computed, origins.masked_dw = computed, {name for name, m in sites.items() if _wants_kept_dw(m)}
-        cached = [(m, m._fxmask_mask) for m in root.modules() if isinstance(m, Site) and m._fxmask_mask is not None]
+        cached = [(m, m._fxmask_mask) for m in modules.values() if isinstance(m, Site) and m._fxmask_mask is not None]
         in_blocks = [(i.mask, i.block, i.weight) for i in traced if i.mask is not None and i.block is not None and i.weight.dim() > 1]
         origins.cached = {storage_of(mask): (block, matrix_shape(w.shape)) for mask, block, w in in_blocks}  # a cached one stands there alone
         origins.cached |= {storage_of(mask): (m._fxmask_config.block, m._fxmask_shape) for m, mask in cached}
         lists = {storage_of(m._fxmask_lists) for m, _ in cached if m._fxmask_lists is not None}
         before = {storage_of(faked(t)) for t in inputs} | lists | {*origins.cached}
-        recorder = Recorder({id(m): name for name, m in root.named_modules()}, origins, faked.made, faked.views(parameters.values()), progress)
+        recorder = Recorder({id(m): name for name, m in modules.items()}, origins, faked.made, faked.views(parameters.values()), progress)
         run = _Nodes(gm, recorder).run if gm is not None else root
         with mode, quiet():
             saved, ran = _step(lambda: run(*fake_args, **fake_kwargs), recorder, before, backward, parameters.values())
         read = {p.weight for c in recorder.calls for p in c.inputs}  # whatever else is made of a parameter, some op has read that alone
         idle = kept_of_idle(sites, parameters, read)
     by_element, unknown = kept_of_nm(root, parameters, traced)
-    kinds = {name: type(m).__name__ for name, m in root.named_modules()}
+    kinds = {name: type(m).__name__ for name, m in modules.items()}
     executions = dict(Counter(name for _, name in recorder.frames.values()))
-    changed = {name: m for name, m in root.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and not CHANGED.isdisjoint(m.__dict__)}
+    changed = {name: m for name, m in modules.items() if isinstance(m, (nn.Linear, nn.Conv2d)) and not CHANGED.isdisjoint(m.__dict__)}
     if gm is not None:
         known = traced_kinds(gm)
         kinds = known | {name: kind for name, kind in kinds.items() if kind != "Module" or name not in known}  # a tracer's modules only hold parameters
