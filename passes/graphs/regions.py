@@ -62,13 +62,10 @@ def found_at(m: nn.Module, path: str) -> Any:
 def incoming(graphs: Iterable[tuple[str, GraphModule]]) -> dict[Node, str]:
     """{input of a body: path of the parameter that comes in}. `graphs`: each with its path, a graph before its bodies. A body that is called with several
     parameters in one place has no name there."""
-    names: dict[Node, str] = {}
-    several: set[Node] = set()
+    names: dict[Node, set[str]] = {}
     for prefix, gm in graphs:
         own = {n: join(prefix, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr" and isinstance(attribute(gm, n), nn.Parameter)}
         for _, _, given in bodies_of(gm):
             for inner, outer in given.items():
-                name = own.get(outer) or names.get(outer, "")
-                if names.setdefault(inner, name) != name:
-                    several.add(inner)
-    return {n: name for n, name in names.items() if name and n not in several}
+                names.setdefault(inner, set()).update(names.get(outer) or {own.get(outer, "")})
+    return {n: path for n, (path, *others) in names.items() if path and not others}

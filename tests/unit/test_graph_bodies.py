@@ -8,7 +8,7 @@ from torch import nn
 from torch._higher_order_ops.map import map as over_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
-from unit.called_bodies import called_twice
+from unit.called_bodies import called_twice, in_a_body
 
 import fxmask
 from fxmask.passes.graphs.graph_calls import MASKED_LINEAR
@@ -150,6 +150,11 @@ def test_the_weight_of_an_embedding_is_left_alone_in_a_body(kind):
 def test_a_body_of_two_layers_has_neither_name():
     gm = called_twice(lambda body, x, w: body.call_function(torch.ops.aten.linear.default, (x, w)))
     assert rows_of(gm)[0][0] == "body.linear_default"
+
+
+def test_nor_has_a_body_in_it():
+    gm = called_twice(in_a_body(lambda body, x, w: body.call_function(torch.ops.aten.linear.default, (x, w))))
+    assert rows_of(gm)[0][0] == "body.inner.linear_default"
 
 
 @pytest.mark.parametrize("which", "ab")
