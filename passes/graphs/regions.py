@@ -29,16 +29,12 @@ def given_to(graphs: Iterable[GraphModule]) -> dict[Node, list[Node]]:
     """{input of a body, or of a part that a graph was split into: what calls give for it}, of the calls in these graphs."""
     found: dict[Node, list[Node]] = {}
     for gm in graphs:
-        for operands in (*(given for _, _, given in bodies_of(gm)), *_given_to_parts(gm)):
-            for inner, outer in operands.items():
+        pairs: list[tuple[Node, Any]] = [pair for _, _, given in bodies_of(gm) for pair in given.items()]
+        pairs += [pair for node, part in calls_of(gm, GraphModule) for pair in zip(part.graph.find_nodes(op="placeholder"), node.args, strict=False)]
+        for inner, outer in pairs:
+            if isinstance(outer, Node):
                 found.setdefault(inner, []).append(outer)
     return found
-
-
-def _given_to_parts(gm: GraphModule) -> Iterator[dict[Node, Node]]:
-    for node, part in calls_of(gm, GraphModule):
-        pairs = zip(part.graph.find_nodes(op="placeholder"), node.args, strict=False)
-        yield {inner: outer for inner, outer in pairs if isinstance(outer, Node)}
 
 
 def attribute(gm: nn.Module, node: Node) -> Any:
