@@ -73,11 +73,7 @@ def _paths_read(cls: Any) -> tuple[Path, ...]:
     Not of a layer that it calls, too, or a part that holds it, and writes to: there the read is one of the Parameter, such as that of a norm to be kept.
     """
     reads, writes, calls = _said_by(cls)
-    return tuple(p for p in reads if not any(_alike(p, w) for w in writes) or not _is_called(p, calls))
-
-
-def _is_called(path: Path, calls: set[Path]) -> bool:
-    return any(c and _alike(path[: len(c)], c) for c in calls)
+    return tuple(p for p in reads if not any(_alike(p, w) for w in writes) or not any(c and _alike(p[: len(c)], c) for c in calls))
 
 
 def _alike(a: Path, b: Path) -> bool:
