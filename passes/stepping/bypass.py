@@ -36,7 +36,7 @@ def warn_of_dense_readers(found: Found) -> None:
 
 def never_run(found: Found) -> list[str]:
     """Weights with a gradient whose masked forward has not run; that gradient may be older than the masks. Notes nothing, so that a step still warns."""
-    unseen = [(name, site, grad) for name, site, grad in _suspects(found) if not _is_zero(grad)]
+    unseen = [(name, site, grad) for name, site, grad in _suspects(found) if not _readable(grad) or bool(grad.any())]  # one of zeros nothing has written to
     return [name for name, site, grad in unseen if traced_alike(site) is None or (_tells(site, grad) and _as_masked(site, grad) is False)]
 
 
@@ -80,11 +80,6 @@ def _suspects(found: Found) -> list[tuple[str, Site, Tensor]]:
     known = [(name, site, w) for name, site, w in found if w is not None]
     ran = {id(w) for _, site, w in known if site._fxmask_called}
     return [(name, site, w.grad) for name, site, w in known if id(w) not in ran and w.is_leaf and w.requires_grad and w.grad is not None]
-
-
-def _is_zero(grad: Tensor) -> bool:
-    """Whether a gradient is one of buffers that nothing has written to; False where it may not be looked at."""
-    return _readable(grad) and not bool(grad.any())
 
 
 def _readable(grad: Tensor) -> bool:
