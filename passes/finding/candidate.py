@@ -30,7 +30,7 @@ class Candidate:
     name: str
     param_name: str
     weight: Tensor
-    module: nn.Module | None = None  # of a call in a graph: a stand-in of the same shape, for patterns
+    module: nn.Module | None = None  # of a call in a graph a stand-in, for patterns; without any, `explain` goes by marks of the weight, which may be computed
     host: GraphModule | None = None
     local: str = ""  # its name in the innermost graph module that holds both `host` and the layer
     nodes: list[Node] = dataclasses.field(default_factory=list)

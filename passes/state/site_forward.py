@@ -101,7 +101,7 @@ def check_input(site: Site, x: Tensor, weight: Tensor) -> None:
         refuse_layout(site._fxmask_name, weight)
     if x.is_nested:
         return
-    if tuple(weight.shape) != site._fxmask_shape:
+    if tuple(weight.shape) != site._fxmask_shape:  # before x is compared with it; the mask's own check takes (N, 1, K), too, as of a convolution
         refuse_size(site, weight)
     if x.device != weight.device:
         what = f"the input is on {x.device} and the weight on {weight.device}: expected one device."
