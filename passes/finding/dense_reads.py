@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from ..graphs.element_masks import is_masking
 from ..graphs.graph_calls import LINEARS, behind, weight_arg
 from ..graphs.graph_site import graph_weights
-from ..graphs.regions import bodies_of, given_to
+from ..graphs.regions import given_to, handed
 from ..graphs.writes import last_name
 from ..infra import recorded_value
 from .made import Made, joined, made_of_weights
@@ -60,7 +60,7 @@ def reads_in(graphs: Sequence[tuple[GraphModule, Mapping[Node, Made]]]) -> Itera
     parts = set(behind(*wanted, given=given))
     for gm, own in graphs:
         made = made_of_weights(gm, {**own, **comes_in})
-        for inner, outer in (pair for _, _, operands in bodies_of(gm) for pair in operands.items()):
+        for inner, outer in handed(gm):
             if outer in made:  # in one call of a body, and in others something else may be
                 comes_in[inner] = joined([comes_in[inner], made[outer]]) if inner in comes_in else made[outer]
         yield from ((gm, read) for read in _reads(gm, made, parts))

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.element_masks import is_masking
 from ..graphs.graph_calls import Given, behind, has_changed_input
-from ..graphs.regions import attribute, bodies_of, is_trainable
+from ..graphs.regions import attribute, handed, is_trainable
 from ..graphs.writes import is_filled, last_name
 from ..infra import is_transpose, recorded_value
 from .said import FACTS
@@ -122,6 +122,6 @@ def constants_of(graphs: Iterable[GraphModule]) -> set[Node]:
         given: dict[Node, Made] = {n: ((n,), False) for n in gm.graph.nodes if is_trainable(gm, n)}
         made = made_of_weights(gm, {**given, **{n: ((), False) for n in gm.graph.nodes if comes_in.get(n)}})
         found.update(n for n, (trained, _) in made.items() if not trained)
-        for inner, outer in (pair for _, _, operands in bodies_of(gm) for pair in operands.items()):
+        for inner, outer in handed(gm):
             comes_in[inner] = comes_in.get(inner, True) and outer in found
     return found

@@ -98,7 +98,10 @@ def resolve(gm: nn.Module, path: str) -> Any:
 
 
 def behind(*values: Any, given: Given | None = None, inputs: Callable[[Node], Sequence[Node]] = lambda n: n.all_input_nodes) -> list[Node]:
-    """What values of a graph are computed from, themselves included, the nearest first; nothing for a constant. `inputs`: which of a node's are followed."""
+    """What values of a graph are computed from, themselves included, the nearest first; nothing for a constant.
+
+    given: inputs of bodies are followed to what calls give for them; inputs: which of other nodes' are followed.
+    """
     outer, found = given or {}, dict.fromkeys(v for v in values if isinstance(v, Node))
     left = list(found)
     for node in left:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -25,13 +26,17 @@ def bodies_of(gm: GraphModule) -> Iterator[tuple[Node, GraphModule, dict[Node, N
             yield node, inner, dict(zip(inputs, given, strict=True)) if len(inputs) == len(given) else {}
 
 
+def handed(gm: GraphModule) -> Iterator[tuple[Node, Node]]:
+    """(input of a body, what a call gives for it) of all bodies that a graph calls."""
+    return (pair for _, _, given in bodies_of(gm) for pair in given.items())
+
+
 def given_to(graphs: Iterable[GraphModule]) -> dict[Node, list[Node]]:
     """{input of a body, or of a part that a graph was split into: what calls give for it}, of the calls in these graphs."""
     found: dict[Node, list[Node]] = {}
     for gm in graphs:
-        pairs: list[tuple[Node, Any]] = [pair for _, _, given in bodies_of(gm) for pair in given.items()]
-        pairs += [pair for node, part in calls_of(gm, GraphModule) for pair in zip(part.graph.find_nodes(op="placeholder"), node.args, strict=False)]
-        for inner, outer in pairs:
+        parts = (zip(part.graph.find_nodes(op="placeholder"), node.args, strict=False) for node, part in calls_of(gm, GraphModule))
+        for inner, outer in (*handed(gm), *chain.from_iterable(parts)):
             if isinstance(outer, Node):
                 found.setdefault(inner, []).append(outer)
     return found
@@ -61,7 +66,6 @@ def incoming(graphs: Iterable[tuple[str, GraphModule]]) -> dict[Node, str]:
     names: dict[Node, set[str]] = {}
     for prefix, gm in graphs:
         own = {n: join(prefix, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr" and isinstance(attribute(gm, n), nn.Parameter)}
-        for _, _, given in bodies_of(gm):
-            for inner, outer in given.items():
-                names.setdefault(inner, set()).update(names.get(outer) or {own.get(outer, "")})
+        for inner, outer in handed(gm):
+            names.setdefault(inner, set()).update(names.get(outer) or {own.get(outer, "")})
     return {n: path for n, (path, *others) in names.items() if path and not others}
