@@ -67,22 +67,17 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
 
 def _clone(g: Guarded, found: dict[str, Tensor]) -> None:
     """Copies of the whole weight and its momenta."""
-    if g.mask is not None and g.site._fxmask_in_place:
+    assert g.mask is not None
+    if g.site._fxmask_in_place:
         g.mask = g.mask.clone()  # a closure, or another hook, may rewrite it
     g.before = ranks.part(g.weight).clone()
-    if g.clear and g.policy == "freeze":
-        _hide_masked(g, found)
+    if g.clear and g.policy == "freeze":  # a step that looks at whole matrices: momenta and gradients of masked blocks would turn the kept ones
+        out = ~_elements(g.mask, g, g.block)
+        for k, t in found.items():
+            if g.clears(k):
+                start_anew(g, k, t, out, ranks.part(g.weight))
+        _hide_gradient(g, out)
     g.momenta = {k: t.clone() for k, t in found.items() if not g.clears(k)}
-
-
-def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
-    """Before a step that looks at whole matrices: neither momenta nor gradients of masked blocks, which would turn the kept ones."""
-    assert g.mask is not None
-    out = ~_elements(g.mask, g, g.block)
-    for k, t in state.items():
-        if g.clears(k):
-            start_anew(g, k, t, out, ranks.part(g.weight))
-    _hide_gradient(g, out)
 
 
 def _hide_gradient(g: Guarded, out: Tensor) -> None:
