@@ -72,8 +72,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if schema is not None and schema.is_mutable:
             self._keep(func, args, kwargs)
-        composite = hasattr(func, "decompose") and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-        if composite:
+        if hasattr(func, "decompose") and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             with self:
                 found = func.decompose(*args, **kwargs)
             if found is not NotImplemented:
@@ -121,8 +120,7 @@ class Recorder(TorchDispatchMode):
         places = tree_map(lambda a: self.origins.place(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs)))
         node = torch._C._current_autograd_node()
         backward, recomputed = node is not None, node is not None and (torch.is_grad_enabled() or _in_a_call())
-        module, kind = self.module()
-        call = Call(func, places[0], places[1], [], module, kind, self.node, backward, recomputed)
+        call = Call(func, places[0], places[1], [], *self.module(), self.node, backward, recomputed)
         if call.differentiates:
             number = node._sequence_nr()
             call.forward = self._by_seq.get(number)  # none of AccumulateGrad, whose number is no op's
