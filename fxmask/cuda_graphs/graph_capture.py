@@ -102,7 +102,7 @@ def _recorded(step: Callable[[], Any], graph: Any, before: _Before, zeroed: set[
     layers = [m for m in noted if isinstance(m, nn.Module)]
     after = [(p, p.grad) for p, _, _ in before.gradients]
     added = [(p, grad) for p, grad, version in before.gradients if (id(p) not in zeroed if grad is None else _adds_to(p, grad, version))]
-    return Recorded(graph, result, after, added, [(g, g.last) for h in before.handles for g in h._guarded], layers)
+    return Recorded(graph, result, after, added, [(g, g.last) for h in before.handles for g in h._held.guarded], layers)
 
 
 def _adds_to(p: Tensor, grad: Tensor, version: int) -> bool:
@@ -115,8 +115,8 @@ def _read_late(noted: list[object]) -> str | None:
     moved: dict[int, str] = {}
     for item in noted:
         if isinstance(item, GuardHandle):
-            moved |= {id(site): site._fxmask_name for site, _ in item._followed if _moves(site._fxmask_given)}
-            moved |= {id(m): name for name, m in item._pruned}
+            moved |= {id(site): site._fxmask_name for site, _ in item._held.followed if _moves(site._fxmask_given)}
+            moved |= {id(m): name for name, m in item._held.pruned}
         elif id(item) in moved:
             return moved[id(item)]
     return None
@@ -170,7 +170,7 @@ class _Before:
         for _, d, key, value in self.state:
             d[key] = value
         put_back(self.counts)
-        for g in (g for h in self.handles for g in h._guarded):
+        for g in (g for h in self.handles for g in h._held.guarded):
             g.last = None
             g.forget()
 

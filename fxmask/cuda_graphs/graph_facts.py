@@ -34,7 +34,7 @@ class Facts:
         self.modules: dict[nn.Module, None] = {}
         for root in (*models, *layers, *(m for h in handles for m in h._noticed.alive())):
             self.watch(() if root in self.modules else root.modules())
-        self.watch(site for h in handles for site, _ in h._followed)
+        self.watch(site for h in handles for site, _ in h._held.followed)
         self.handles = list(handles)
 
     @property

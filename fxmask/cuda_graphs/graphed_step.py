@@ -169,11 +169,11 @@ def _refuse(handles: list[GuardHandle], optimizers: tuple[Optimizer, ...]) -> No
             what = f"fxmask.graphed: expected an optimiser with capturable=True, got {type(o).__name__} without, which PyTorch refuses to capture."
             raise ConfigError(message(what, fix="capturable=True, with fused=True, too, where there is such a form."))
     for h in handles:
-        h._let_go()
-        if h.masked_step and h._guarded:
+        h._held.let_go()
+        if h.masked_step and h._held.guarded:
             what = "fxmask.graphed of a masked step: expected a guard without masked_step. A replay would step the blocks that were kept at its capture."
-            raise UnsupportedError(message(what, h._guarded[0].name, "leave masked_step out of fxmask.guard."))
-        for g in h._guarded:
+            raise UnsupportedError(message(what, h._held.guarded[0].name, "leave masked_step out of fxmask.guard."))
+        for g in h._held.guarded:
             if g.site._fxmask_config.wants_growth and g.site._fxmask_config.backward != "rigl":
                 what = "fxmask.graphed with regrow by gradient, which looks at every step's gradient: expected backward='rigl', which looks at some."
                 raise UnsupportedError(message(what, g.name, "use backward='rigl', or Regrow('random')."))
@@ -181,12 +181,12 @@ def _refuse(handles: list[GuardHandle], optimizers: tuple[Optimizer, ...]) -> No
 
 def _unseen(h: GuardHandle) -> set[int]:
     """Sites whose first masked gradient nobody has looked at (`passes.stepping.bypass`), which a replay could not."""
-    if len(h._noticed.looked_at) == len(h._guarded):
+    if len(h._noticed.looked_at) == len(h._held.guarded):
         return set()
-    sites = [g.site for g in h._guarded if id(g.site) not in h._noticed.looked_at and not g.site._fxmask_softening]
+    sites = [g.site for g in h._held.guarded if id(g.site) not in h._noticed.looked_at and not g.site._fxmask_softening]
     return {id(s) for s in sites if (s._fxmask_written is None or s._fxmask_written[0] < s._fxmask_blocks) and masks_any(s)}
 
 
 def _grows(h: GuardHandle) -> bool:
     """Whether this step's dense gradient is noted for regrowth, by Python that a replay would not run."""
-    return any(g.site._fxmask_config.wants_growth and g.site._fxmask_dense_now for g in h._guarded)
+    return any(g.site._fxmask_config.wants_growth and g.site._fxmask_dense_now for g in h._held.guarded)

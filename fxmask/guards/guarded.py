@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,33 +13,113 @@ from torch.optim import Optimizer
 from ..kernels.errors import StateError, UnsupportedError, first_of, message, warn
 from ..passes.finding.weights import peek_weight
 from ..passes.settings import phases
-from ..passes.state import ranks
+from ..passes.state import pruning_schedule, ranks, taken_steps
 from ..passes.state.lost_guards import KEPT
 from ..passes.state.saliency import refuse_shard
-from ..passes.state.site import Site
+from ..passes.state.site import Site, note_weight
 from ..passes.state.site_mask import check_agreed
 from ..passes.stepping import elementwise
 from ..passes.stepping.guarded_weight import Guarded, may_freeze
-from ..passes.stepping.held import group_of
+from ..passes.stepping.held import group_of, ids_of
+from ..passes.stepping.momenta import averages_of
 from ..sites import values_of
 from ..swap import MaskedLayer
 
 Followed = tuple[Site, "torch.Tensor | None"]
 Named = tuple[str, Site, torch.Tensor]
-Scheduled = tuple[str, nn.Module, object]  # a layer by its name, and the schedule of its pruned inputs as it was asked for
+Layer = tuple[str, nn.Module]  # with a schedule of pruned inputs, by its name
 
 
-class Held(NamedTuple):
-    """The masked weights of a model, as a guard sees them."""
+class Held:
+    """What a guard holds of a model: masked weights, and layers with a schedule of pruned inputs, `scheduled` when it was made. It knows its own by a token
+    on them, which `fxmask.restore` takes off, as a later `fxmask.apply` does. `choice`: what it was asked for."""
 
-    guarded: list[Guarded]  # the optimiser steps them
-    followed: list[Followed]  # whose steps are counted: the guarded ones, and weights that no optimiser moves
-    others: list[Named]
+    def __init__(self, choice: str = "auto", scheduled: Iterable[Layer] = ()) -> None:
+        self.guarded: list[Guarded] = []  # the optimiser steps them
+        self.followed: list[Followed] = []  # whose steps are counted: the guarded ones, and weights that no optimiser moves
+        self.others: list[Named] = []  # of other Parameters, which the optimiser may be given
+        self.lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
+        self.pruned: list[Layer] = []  # whose steps are counted
+        self.ahead = set[int]()  # ids of sites for which another guard has counted this step already
+        self._choice, self._token, self._clear = choice, object(), ""
+        self._ids: tuple[int, ...] = ()  # of the optimiser's parameters, when they were last looked at
+        self._scheduled = [(n, m, m.__dict__["_fxmask_pruning_given"]) for n, m in scheduled]
+
+    def is_ours(self, site: Site) -> bool:
+        """Whether it was neither restored since nor masked anew."""
+        return site.__dict__.get("_fxmask_guard") is self._token
+
+    def counted(self) -> list[Layer]:
+        """Layers with a schedule of pruned inputs, but for those that were restored since."""
+        return [(n, m) for n, m in self.pruned if m.__dict__.get("_fxmask_pruning_guard") is self._token]
+
+    def countable(self, optimizer: Optimizer) -> list[Layer]:
+        """Those with the schedule that they had when the guard was made, which the optimiser moves, and for which no guard counts yet."""
+        same = [(n, m) for n, m, given in self._scheduled if m.__dict__.get("_fxmask_pruning_given") is given and m.__dict__["_fxmask_pruning_guard"] is None]
+        return [(n, m) for n, m in same if any(group_of(optimizer, p) is not None for p in m.parameters())]
+
+    def begin(self, optimizer: Optimizer, clear: str) -> None:
+        """From now on the guard is in force. `clear`: see `Guarded`."""
+        self._ids, self._clear = ids_of(optimizer), clear
+        self._take(optimizer, self.guarded, self.followed)
+
+    def _take(self, optimizer: Optimizer, guarded: list[Guarded], followed: list[Followed]) -> None:
+        """Begin with weights: their sites know that they are guarded, and by whom."""
+        for g in guarded:
+            g.site._fxmask_policy, g.site._fxmask_choice, g.site._fxmask_was, g.clear = g.policy, g.choice, None, self._clear
+            g.averages = averages_of(optimizer)
+        for site, _ in followed:
+            site._fxmask_guard = self._token
+        taken_steps.advance(followed, 0)
+        pruned = self.countable(optimizer)
+        for _, m in pruned:
+            pruning_schedule.follow(m, self._token)
+        self.pruned += pruned
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Guard masked weights that the optimiser has taken up since, by `add_param_group` or in exchange for others, and count for pruned inputs of theirs."""
+        ids = ids_of(optimizer)
+        if ids == self._ids:
+            return
+        new = [(n, s, w) for n, s, w in self.others if "_fxmask_guard" in s.__dict__ and group_of(optimizer, w) is not None and s._fxmask_policy is None]
+        guarded = [guarded_weight(n, s, w, self._choice) for n, s, w in new]
+        followed: list[Followed] = [(s, w) for _, s, w in new if s._fxmask_guard is not self._token]  # another guard may have counted for it at rest
+        now = max((s._fxmask_step for s, _ in self.followed), default=0)
+        self.ahead = {id(s) for s, _ in followed if s._fxmask_guard is not None and s._fxmask_step > now}
+        self.guarded, self.followed = self.guarded + guarded, self.followed + followed
+        self._take(optimizer, guarded, followed)
+        self._ids = ids  # not where it raised: the next step does so again
+
+    def let_go(self) -> None:
+        """Leave alone what was restored."""
+        ours = [g for g in self.guarded if self.is_ours(g.site)]
+        self.lost += [(g.name, g.site, g.weight) for g in self.guarded if not self.is_ours(g.site)]
+        self.guarded = ours
+        self.followed = [(s, w) for s, w in self.followed if self.is_ours(s)]
+
+    def cede(self, ids: set[int]) -> bool:
+        """Leave to a new guard of weights with these ids what it would take up yet; whether nothing is left, as all of its masks were restored."""
+        self.let_go()
+        if self.followed or self.counted():
+            return False
+        self.others = [named for named in self.others if id(named[2]) not in ids]
+        return not self.others and all(id(weight) in ids for _, _, weight in self.lost)
+
+    def release(self) -> None:
+        """Nobody guards these any more, nor counts for them."""
+        for site, weight in self.followed:
+            if self.is_ours(site):
+                site._fxmask_policy, site._fxmask_guard, site._fxmask_announced, site._fxmask_forward = None, None, False, ()
+                note_weight(site, weight)
+        for _, m in self.counted():
+            pruning_schedule.follow(m, None)
 
 
-def shared_out(optimizer: Optimizer, found: Iterable[tuple[str, Site, torch.Tensor | None]], masked_weights: str, masked_step: bool) -> Held:
-    """What a guard on an optimiser holds of these weights. Raises: StateError, UnsupportedError, see `fxmask.guard`."""
-    held = Held([], [], [])
+def shared_out(
+    optimizer: Optimizer, found: Iterable[tuple[str, Site, torch.Tensor | None]], scheduled: Iterable[Layer], masked_weights: str, masked_step: bool
+) -> Held:
+    """What a guard on an optimiser is to hold of these weights and layers. Raises: StateError, UnsupportedError, see `fxmask.guard`."""
+    held = Held(masked_weights, scheduled)
     for name, site, weight in found:
         steps = weight is not None and group_of(optimizer, weight) is not None
         if steps and weight is not None:
@@ -57,13 +137,6 @@ def shared_out(optimizer: Optimizer, found: Iterable[tuple[str, Site, torch.Tens
                 check_agreed(site, values_of(name, weight, "fxmask.guard"))
             held.followed.append((site, weight))
     return held
-
-
-def counted_layers(optimizer: Optimizer, scheduled: list[Scheduled]) -> list[tuple[str, nn.Module]]:
-    """Of the layers that had a schedule of pruned inputs when the guard was made, and have that one still: those that the optimiser moves, and no guard counts
-    for yet."""
-    same = [(n, m) for n, m, given in scheduled if m.__dict__.get("_fxmask_pruning_given") is given and m.__dict__["_fxmask_pruning_guard"] is None]
-    return [(n, m) for n, m in same if any(group_of(optimizer, p) is not None for p in m.parameters())]
 
 
 def makers_of(layer: nn.Module) -> Iterator[nn.Parameter]:

@@ -19,9 +19,10 @@ from ..passes.state.site import Site
 from ..passes.stepping import elementwise
 from ..passes.stepping.guarded_weight import POLICIES, RETURNING, may_freeze
 from ..passes.stepping.held import group_of
+from ..pruning import scheduled_layers
 from ..sites import required_sites
 from ..swap import MaskedLayer
-from .guard_handle import GuardHandle, handles_of, masked_step_of
+from .guard_handle import GuardHandle, masked_step_of, remove_ended
 from .guarded import makers_of, shared_out, warn_of_ranks
 from .replaced import warn_of_dense_owners, warn_of_lost
 
@@ -91,7 +92,7 @@ def guard(
         fix = "call remove() on the first handle, and guard the models together: fxmask.guard(optimizer, nn.ModuleList([a, b]), masked_step=True)."
         raise UnsupportedError(message(what, type(optimizer).__name__, fix))
     _refuse_scattered(optimizer, found)
-    held = shared_out(optimizer, found, masked_weights, bool(masked_step))
+    held = shared_out(optimizer, found, scheduled_layers(model), masked_weights, bool(masked_step))
     others_train = any(weight.requires_grad for _, _, weight in held.others)
     foreign = others_train and not any(group_of(optimizer, p) is not None for p in model.parameters())  # beside layers that rest it would count else
     if not held.guarded and (not held.followed or foreign):
@@ -100,22 +101,9 @@ def guard(
     if masked_weights == "auto":
         _warn_of_made_weights(optimizer, model, found)
     warn_of_ranks(found)
-    handle = GuardHandle(optimizer, held, masked_weights, returning, masked_step, model)
-    _remove_ended(optimizer, handle)
+    handle = GuardHandle(optimizer, held, returning, masked_step, model)
+    remove_ended(optimizer, handle)
     return handle
-
-
-def _remove_ended(optimizer: Optimizer, new: GuardHandle) -> None:
-    """Take off earlier guards of the same weights whose masks were restored: with each restore and apply the hooks of one more would stay. What such a guard
-    would take up yet is the new one's."""
-    ids = {id(w) for w in (*(g.weight for g in new._guarded), *(w for _, _, w in new._others))}
-    for old in handles_of(optimizer):
-        old._let_go()
-        if old is new or old._followed or old._counted():
-            continue
-        old._others = [held for held in old._others if id(held[2]) not in ids]
-        if old._under_way is None and not old._others and all(id(weight) in ids for _, _, weight in old._noticed.lost):
-            old.remove()
 
 
 def _inner(wrapper: Optimizer) -> str:

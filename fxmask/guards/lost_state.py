@@ -17,18 +17,17 @@ from ..passes.state import pruning_schedule, ranks
 from ..passes.state.saliency import GIVEN
 from ..passes.state.site import Site
 from ..passes.state.tensors import has_values
-from ..passes.stepping.guarded_weight import Guarded
 from ..passes.stepping.held import states_of
-from .guarded import Followed, makers_of
+from .guarded import Held, makers_of
 
 Stepped = tuple[str, Site, "Sequence[torch.Tensor]"]  # a mask by its name, and what an optimiser moves its weight by
 
 
-def stepped_with(guarded: Sequence[Guarded], followed: Sequence[Followed]) -> list[Stepped]:
+def stepped_with(held: Held) -> list[Stepped]:
     """The masks that a guard counts for: of Parameters, and of weights that their layer's other parameters make."""
-    held = {id(g.site) for g in guarded}
-    made = [s for s, w in followed if id(s) not in held and not isinstance(w, nn.Parameter)]
-    own = [(g.name, g.site, [g.weight]) for g in guarded if isinstance(g.weight, nn.Parameter)]
+    guarded = {id(g.site) for g in held.guarded}
+    made = [s for s, w in held.followed if id(s) not in guarded and not isinstance(w, nn.Parameter)]
+    own = [(g.name, g.site, [g.weight]) for g in held.guarded if isinstance(g.weight, nn.Parameter)]
     return [*own, *((s._fxmask_name, s, [*makers_of(s)]) for s in made)]
 
 

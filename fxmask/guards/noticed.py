@@ -17,11 +17,9 @@ from ..passes.stepping.bypass import gradient_of, has_broken, warn_of_adapters, 
 from ..passes.stepping.guarded_weight import Guarded
 from ..passes.stepping.held import group_of
 from ..sites import sites
-from .guarded import Followed, Held, Named
+from .guarded import Held
 from .lost_state import stepped_with, warn_of_lost_state
 from .replaced import warn_of_replaced
-
-Pruned = tuple[str, nn.Module]  # a layer with a schedule of pruned inputs, by its name
 
 
 class Noticed:
@@ -30,34 +28,33 @@ class Noticed:
     def __init__(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)  # the optimiser must not keep it
         self._parts = [weakref.ref(m) for m in model.modules()]  # a list that was made for the guard goes before its models
-        self.lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
         self.looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
         self._missed: set[int] = set()  # ids of sites that a step had no gradient for
         self._applied = times_applied()
         self._new: set[int] = set()  # ids of modules whose masks, or schedules of pruned inputs, begin with the guard
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "model": gone, "lost": [], "_parts": []}
+        return {**self.__dict__, "model": gone, "_parts": []}
 
     def alive(self) -> list[nn.Module]:
         """What the guard was given, as far as it is still there."""
         return [m for part in self._parts if (m := part()) is not None]
 
-    def begin(self, optimizer: Optimizer, held: Held, counted: Sequence[Pruned]) -> None:
+    def begin(self, optimizer: Optimizer, held: Held) -> None:
         """Before the guard tells them of its steps."""
-        new = [m for m in stepped_with(held.guarded, held.followed) if not m[1]._fxmask_announced]
-        pruned = [(name, m) for name, m in counted if not is_announced(m)]
+        new = [m for m in stepped_with(held) if not m[1]._fxmask_announced]
+        pruned = [(name, m) for name, m in held.countable(optimizer) if not is_announced(m)]
         self._new = {*(id(site) for _, site, _ in new), *(id(m) for _, m in pruned)} - warn_of_lost_state(optimizer, new, pruned)
 
-    def look_at_the_start(self, optimizer: Optimizer, guarded: Sequence[Guarded], followed: Sequence[Followed], counted: Sequence[Pruned]) -> None:
+    def look_at_the_start(self, optimizer: Optimizer, held: Held) -> None:
         """Before the first step: an optimiser's state may be loaded after the guard, and adapters may come."""
-        new = [m for m in stepped_with(guarded, followed) if id(m[1]) in self._new]
-        warn_of_lost_state(optimizer, new, [(name, m) for name, m in counted if id(m) in self._new])
+        new = [m for m in stepped_with(held) if id(m[1]) in self._new]
+        warn_of_lost_state(optimizer, new, [(name, m) for name, m in held.counted() if id(m) in self._new])
         self._new = set()
         if (model := self.model()) is not None:
             warn_of_adapters(model)
 
-    def warn_of_new_masks(self, optimizer: Optimizer, awaited: Iterable[Tensor]) -> None:
+    def warn_of_new_masks(self, optimizer: Optimizer, held: Held, awaited: Iterable[Tensor]) -> None:
         """FxMaskWarning, once, where layers were masked after the guard, for the first time or again, and nobody guards them.
 
         `awaited`: weights that guards of this optimiser take up as they come.
@@ -65,13 +62,13 @@ class Noticed:
         if self._applied == times_applied():
             return
         self._applied, model = times_applied(), self.model()
-        again = any(decided_by_apply(w) for _, _, w in self.lost)
-        found = self.lost if model is None else sites(model)
+        again = any(decided_by_apply(w) for _, _, w in held.lost)
+        found = held.lost if model is None else sites(model)
         free = [(n, s, w) for n, s, w in found if s.__dict__.get("_fxmask_policy", "") is None and isinstance(w, nn.Parameter)]
         left = [(n, w) for n, s, w in free if not s._fxmask_announced or s._fxmask_unguarded]  # others are told by hand
         taken = set(map(id, awaited))
         bare = [n for n, w in left if group_of(optimizer, w) is not None and id(w) not in taken]
-        self.lost = [] if again else self.lost
+        held.lost = [] if again else held.lost
         if bare:
             what = "layers were masked after fxmask.guard, which does not hold them"
             fix = "call remove() on its handle, then fxmask.guard(optimizer, model) again."

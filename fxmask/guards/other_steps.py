@@ -121,6 +121,6 @@ def is_no_step(optimizer: Optimizer) -> bool:
 def _shared(handle: GuardHandle, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Weights that another optimiser holds and a guard keeps from moving, or counts the steps of."""
     held = set(ids_of(optimizer))
-    for g in handle._guarded:
-        if id(g.weight) in held and handle._is_ours(g.site) and (g.policy in KEPT or g.site._fxmask_given.needs_steps):
+    for g in handle._held.guarded:
+        if id(g.weight) in held and handle._held.is_ours(g.site) and (g.policy in KEPT or g.site._fxmask_given.needs_steps):
             yield g.name, g.weight

@@ -155,6 +155,7 @@ def test_large_weights_alone_are_gathered_in_blocks_that_are_not_narrow():
     optimiser = OPTIMISERS["sgd"](model.parameters())
     handle = fxmask.guard(optimiser, model)
     sum(layer(torch.randn(2, layer.in_features)).sum() for layer in model.values()).backward()
-    optimiser.register_step_pre_hook(lambda *_: found.update({g.name: tuple((g.gathered.weight if g.gathered else g.before).shape) for g in handle._guarded}))
+    of = handle._held
+    optimiser.register_step_pre_hook(lambda *_: found.update({g.name: tuple((g.gathered.weight if g.gathered else g.before).shape) for g in of.guarded}))
     optimiser.step()
     assert found == {"small.weight": (256, 256), "large.weight": (1, 512 * 256), "narrow.weight": (512, 512)}

@@ -321,7 +321,7 @@ def test_nothing_is_held_between_two_steps(returning):
         optimiser.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
         optimiser.step()
-        for g in handle._guarded:
+        for g in handle._held.guarded:
             assert not g.momenta and all(v is g.weight for v in vars(g).values() if isinstance(v, torch.Tensor)) and g.last is None
 
 

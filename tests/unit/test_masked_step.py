@@ -303,7 +303,7 @@ def test_the_host_knows_how_many_blocks_are_kept(config):
     handle = fxmask.guard(optimiser, model, masked_step=True)
 
     def check(i=0):
-        assert [kept_on_host(g.site) for g in handle._guarded] == [int(m.sum()) for m in fxmask.masks(model).values()]
+        assert [kept_on_host(g.site) for g in handle._held.guarded] == [int(m.sum()) for m in fxmask.masks(model).values()]
 
     check()
     train(model, optimiser, each=check)

@@ -243,7 +243,7 @@ def test_two_models_of_one_optimiser():
             fxmask.guard(optimiser, both[1], masked_step=masked_step)
     assert len(optimiser._optimizer_step_pre_hooks) == 1 and fxmask.explain(both[1]).rows[0]["masked_weights"] == "left to the optimiser (no guard)"
     first.remove()
-    assert len(fxmask.guard(optimiser, both, masked_step=True).policies) == 2 * len(first._guarded)
+    assert len(fxmask.guard(optimiser, both, masked_step=True).policies) == 2 * len(first._held.guarded)
 
 
 @pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD])
