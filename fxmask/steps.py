@@ -11,8 +11,9 @@ from torch import nn
 
 from .kernels.errors import ConfigError, StateError, UnsupportedError, first_of, message
 from .kernels.grid import plain_int
+from .nm import nm_attributes
 from .nm.nm_layers import nm_layers
-from .nm.nm_masking import moving_nm, refresh_nm, step_nm
+from .nm.nm_masking import moving_nm, refresh_nm
 from .passes.state import rebuild, taken_steps, tensors
 from .passes.state.pruning_schedule import advance
 from .passes.state.saliency import observe, refuse_shard
@@ -46,8 +47,8 @@ def step(model: nn.Module, n: int = 1) -> None:
     if n and first is not None and tensors.capturing(first):
         what = "fxmask.step inside a CUDA graph, whose replays would not count: expected it after each replay, or a guard."
         raise UnsupportedError(message(what, type(model).__name__, "call it after the replay; or let fxmask.guard count, and fxmask.graphed capture the step."))
-    pruned = scheduled_layers(model)
-    alone = not any_masked(model) and (pruned or moving_nm(model))
+    pruned, learned = scheduled_layers(model), moving_nm(model)
+    alone = not any_masked(model) and (pruned or learned)
     found = [] if alone else sites_in_force(model, "fxmask.step")
     for name, site, weight in found:
         if n and site._fxmask_guard is not None:
@@ -63,12 +64,13 @@ def step(model: nn.Module, n: int = 1) -> None:
         warn_of_dense_readers(found)
         _observe(found, n)
     taken_steps.advance([(site, weight) for _, site, weight in found], n)
-    step_nm(model, n)
+    for _, layer in learned:
+        nm_attributes.advance(layer, n)
     for _, m in pruned:
         advance(m, n)
     if not n:
         counting = [(name, site) for name, site, _ in found if site._fxmask_given.needs_steps]
-        expect_steps(model, [*counting, *pruned, *moving_nm(model)])
+        expect_steps(model, [*counting, *pruned, *learned])
 
 
 def _observe(found: list[tuple[str, Site, torch.Tensor | None]], n: int) -> None:

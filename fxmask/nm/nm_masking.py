@@ -25,8 +25,8 @@ from ..passes.settings.nm_mask import NMMask
 from ..passes.state.tensors import has_values, is_taken
 from ..sites import FINAL, REASONS, values_of
 from ..swapped import refuse_changed_class
-from .nm_attributes import advance, is_resized
-from .nm_layers import NMLayer, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
+from .nm_attributes import is_resized
+from .nm_layers import NMLayer, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
 from .unlearned import expect_learning
 
 FROZEN_LOST = "; its mask was lost on the meta device, and its forward raises until fxmask.load_state_dict brings it"
@@ -116,24 +116,19 @@ def restore_nm(model: nn.Module) -> None:
 
 def refresh_nm(model: nn.Module) -> bool:
     """Build permuted masks anew; whether the model has N:M masks at all."""
-    for name, m in nm_layers(model):
+    found = list(nm_layers(model))
+    for name, m in found:
         if m._fxmask_nm.mode == "permuted" and not m._fxmask_nm_frozen:
             values_of(name, peek_weight(m), "fxmask.refresh")
-    for _, m in nm_layers(model):
+    for _, m in found:
         rebuild_nm(m)
         m._fxmask_nm_rebuilt = False
-    return any_nm(model)
+    return bool(found)
 
 
 def moving_nm(model: nn.Module) -> list[tuple[str, NMLayer]]:
     """Layers whose temperature depends on the step."""
     return [(name, m) for name, m in nm_layers(model) if m._fxmask_nm.tau_from is not None]
-
-
-def step_nm(model: nn.Module, n: int) -> None:
-    """Move temperatures that depend on the step."""
-    for _, m in moving_nm(model):
-        advance(m, n)
 
 
 @torch.no_grad()
