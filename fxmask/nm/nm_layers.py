@@ -29,6 +29,7 @@ class NMLayer(Swapped):
 
     _fxmask_prefix = "NM"
     _fxmask_nm: NMMask
+    _fxmask_nm_name: str  # of the layer, where apply has masked it
     _fxmask_nm_frozen: bool
     _fxmask_nm_step: int  # optimiser steps that were told, and whether anybody tells them, of a temperature that moves
     _fxmask_nm_counted: bool
@@ -146,10 +147,9 @@ def swap_nm(m: nn.Module, config: NMMask) -> None:
     logits = None if config.mode != "learned" else _logits(config, weight, found[TABLE], found[ORDER])
     m.__class__ = masked_class(type(m), NMLayer)
     assert isinstance(m, NMLayer)
-    m._fxmask_nm, m._fxmask_nm_frozen, m._fxmask_nm_rested = config, False, ()
+    m._fxmask_nm, m._fxmask_nm_frozen, m._fxmask_nm_rested, m._fxmask_nm_own = config, False, (), found[ORDER] is not None
     m._fxmask_nm_step, m._fxmask_nm_counted, m._fxmask_nm_lost, m._fxmask_nm_device = 0, False, False, weight.device
     note_asked(m, config)
-    m._fxmask_nm_own = found[ORDER] is not None
     m.__dict__.update(found)
     m.register_load_state_dict_post_hook(_after_load)
     if logits is not None:

@@ -59,7 +59,7 @@ def apply_nm(
     model.__dict__.pop(FINAL, None)
     for d, c in chosen:
         if c.mode == "learned":
-            expect_learning(d.candidate.module, d.candidate.name or "the model itself")  # type: ignore[arg-type]
+            expect_learning(d.candidate.module)  # type: ignore[arg-type]
     taken = {id(d) for d, _ in chosen}
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions if id(d) not in taken}
     mark_decided(decisions)

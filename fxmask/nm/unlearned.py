@@ -18,31 +18,32 @@ from .nm_attributes import LOGITS
 if TYPE_CHECKING:
     from .nm_layers import NMLayer
 
-_names: weakref.WeakKeyDictionary[NMLayer, str] = weakref.WeakKeyDictionary()  # of layers whose logits no optimiser has stepped yet
+_waiting: weakref.WeakSet[NMLayer] = weakref.WeakSet()  # layers whose logits no optimiser has stepped yet
 _once: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[NMLayer]] = weakref.WeakKeyDictionary()  # and which an optimiser has passed over once
 _hooks: list[Any] = []
 
 
-def expect_learning(m: NMLayer, name: str) -> None:
+def expect_learning(m: NMLayer) -> None:
     """Watch who steps the logits of a layer."""
-    _names[m] = name
+    _waiting.add(m)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn of layers whose weight this optimiser holds and whose logits have a gradient that none takes: in its second step, as theirs may come behind it."""
-    if not _names or torch.compiler.is_compiling() or makes_state():
+    if not _waiting or torch.compiler.is_compiling() or makes_state():
         return
     held = set(ids_of(optimizer))
     passed, left = _once.setdefault(optimizer, weakref.WeakSet()), []
-    for m in alive(_names):
+    for m in alive(_waiting):
         logits, weight = m._parameters.get(LOGITS), m._parameters.get("weight")
         if logits is None or not logits.requires_grad or id(logits) in held:  # restored, frozen, or learned
-            _names.pop(m, None)
+            _waiting.discard(m)
         elif logits.grad is not None and id(weight) in held:
             if m in passed:
-                left.append(_names.pop(m, ""))
+                _waiting.discard(m)
+                left.append(m._fxmask_nm_name)
             passed.add(m)
     if left:
         what = "the logits of learned N:M masks have gradients, and the optimiser that holds the weights steps without them: expected one that has them."
