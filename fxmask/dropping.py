@@ -141,15 +141,13 @@ def dropped_layers(model: nn.Module) -> Iterator[tuple[str, BlockDropout]]:
     """(name of the layer, its configuration)."""
     graphs = list(graph_modules(model))
     for name, m in model.named_modules():
-        if isinstance(m, DroppedCall):
-            yield name_now(m, name, graphs), m._fxmask_dropping
-        elif "_fxmask_dropping" in m.__dict__:
-            yield name, m.__dict__["_fxmask_dropping"]
+        if "_fxmask_dropping" in m.__dict__:
+            yield name_now(m, name, graphs) if isinstance(m, DroppedCall) else name, m.__dict__["_fxmask_dropping"]
 
 
 def any_dropped(model: nn.Module) -> bool:
     """Whether any layer has block dropout, or any Dropout rests for one."""
-    return next(dropped_layers(model), None) is not None or any(isinstance(m, FusedDropout) for m in model.modules())
+    return any("_fxmask_dropping" in m.__dict__ or isinstance(m, FusedDropout) for m in model.modules())
 
 
 def other_dropouts(model: nn.Module) -> list[str]:

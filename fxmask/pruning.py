@@ -12,8 +12,8 @@ from .passes.finding.choose import Decision
 from .passes.finding.graph_linears import graph_modules, name_now
 from .passes.finding.plain_forward import Product, product_of
 from .passes.finding.weights import raw_weight
-from .passes.graphs.pruned_linears import PruneActivations, PrunedCall, RestoreActivations
-from .passes.graphs.pruned_products import PrunedProductCall, PruneProducts, RestoreProducts
+from .passes.graphs.pruned_linears import PruneActivations, PrunedSite, RestoreActivations
+from .passes.graphs.pruned_products import PruneProducts, RestoreProducts
 from .passes.infra import run_passes
 from .passes.settings.activation_pruning import ActivationPruning, saves
 from .passes.state import noted, ranks
@@ -110,7 +110,7 @@ def pruned_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     graphs = list(graph_modules(model))
     for name, m in model.named_modules():
         if "_fxmask_pruning" in m.__dict__:
-            if isinstance(m, (PrunedCall, PrunedProductCall)):
+            if isinstance(m, PrunedSite):
                 name = name_now(m, name, graphs)
             yield (join(name, m._fxmask_product.a) if isinstance(m, PrunedProduct) else name), m
 
@@ -121,4 +121,4 @@ def scheduled_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def any_pruned(model: nn.Module) -> bool:
-    return next(pruned_layers(model), None) is not None
+    return any("_fxmask_pruning" in m.__dict__ for m in model.modules())
