@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -90,7 +90,8 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
         raise ConfigError(f"explain: health: expected True, False or a fxmask.HealthLog, got {health!r}.")
     if isinstance(health, HealthLog) and {id(m) for m in health.model.modules()}.isdisjoint(id(m) for m in model.modules()):
         raise ConfigError(f"explain: health: expected a fxmask.HealthLog of this model, got one of another {type(health.model).__name__}.")
-    reasons, nm = _reasons(model), dict(nm_layers(model))
+    pruned, dropped = {name: words(m) for name, m in pruned_layers(model)}, {name: config.words() for name, config in dropped_layers(model)}
+    reasons, nm = _reasons(model, pruned, dropped), dict(nm_layers(model))
     traced, by_graphs = list(exported_masks(model)), computed(model.parameters())
     parts = {i for (_, ids), done in by_graphs.items() if done.mask is not None for i in ids}  # of weights that graphs compute and mask
     by_backend = backend_of(model) == "fxmask" or bool(by_graphs) or any(seen(p) for p in model.parameters())
@@ -100,25 +101,23 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
     found = [c for c in _candidates(model, reasons) if not any(i.node is n for i in traced for n in c.nodes)]
     told, products = rows_of(model, found, traced, known)
     rows = [row for row, _ in told]
-    dropped = _name_inputs(model, rows, products)
+    _name_inputs(rows, products, pruned, dropped)
     every = [{k: v for k, v in row.items() if k not in ("elements", "kept")} for row in (*rows, *products)]
     left = [c for c in outside(model, found) if not seen(c.weight) and id(c.weight) not in parts]  # those have rows, or what is made of them has one
     notes = (_NM_NOTES if nm else _NOTES) if any(r["masked"] for r in rows) else []
-    more = map(plain, _notes(model, left, by_backend, dropped, bool(traced)))
+    more = map(plain, _notes(model, left, by_backend, bool(dropped), bool(traced)))
     layers = "layers" if any(nn.Conv2d in c.types for c in found) else "linears"
     return Report("fxmask.explain", every, [*notes, *more], _summary(layers, told, products))
 
 
-def _name_inputs(model: nn.Module, rows: list[dict[str, Any]], products: list[dict[str, Any]]) -> bool:
-    """What is pruned and dropped of inputs, into the rows, which get their last names; whether anything is dropped."""
-    pruned, dropped = {name: words(m) for name, m in pruned_layers(model)}, {name: config.words() for name, config in dropped_layers(model)}
+def _name_inputs(rows: list[dict[str, Any]], products: list[dict[str, Any]], pruned: dict[str, str], dropped: dict[str, str]) -> None:
+    """What is pruned and dropped of inputs, into the rows, which get their last names."""
     for row in (*rows, *products):
         row |= {"activations": pruned.get(row["name"], row.get("activations")), "dropout": dropped.get(row["name"])}
     for row in rows:
         if (row["reason"] == PRUNED_INPUT and not row["activations"]) or (row["reason"] == DROPPED_INPUT and not row["dropout"]):
             row["reason"] = UNSEEN  # another layer is in its place now
         row["name"] = plain(row["name"]) or "(the model itself)"
-    return bool(dropped)
 
 
 def _summary(layers: str, told: list[tuple[dict[str, Any], Tensor]], products: list[dict[str, Any]]) -> dict[str, int]:
@@ -174,8 +173,9 @@ def _candidates(model: nn.Module, reasons: dict[str, str]) -> list[Candidate]:
     return found if any(nn.Conv2d in c.types for c in found) else find(model)
 
 
-def _reasons(model: nn.Module) -> dict[str, str]:
-    found = {name: PRUNED_INPUT for name, _ in pruned_layers(model)} | {name: DROPPED_INPUT for name, _ in dropped_layers(model)}  # of a part of what was given
+def _reasons(model: nn.Module, pruned: Iterable[str], dropped: Iterable[str]) -> dict[str, str]:
+    """Why layers are dense: by their inputs, where the model is a part of what `apply` was given, and by what that says of the others."""
+    found = dict.fromkeys(pruned, PRUNED_INPUT) | dict.fromkeys(dropped, DROPPED_INPUT)
     for prefix, m in model.named_modules():
         for name, reason in m.__dict__.get(REASONS, {}).items():
             found[join(prefix, name)] = reason
