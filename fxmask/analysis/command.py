@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..dropping import any_dropped
-from ..errors import ConfigError
+from ..kernels.errors import ConfigError
 from ..masking import apply
 from ..nm.nm_layers import any_nm
 from ..places import place

@@ -17,8 +17,7 @@ import torch
 
 from ..bench.clock import load_average
 from ..bench.provenance import cpu_name
-from ..errors import ConfigError
-from ..kernels.errors import message
+from ..kernels.errors import ConfigError, message
 from .cpu_speed import MEASURED, reached
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"} | {t: "fp8" for n, t in vars(torch).items() if n.startswith("float8_")}

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from ..bench import provenance
-from ..errors import ConfigError, UnsupportedError
-from ..kernels.errors import message
+from ..kernels.errors import ConfigError, UnsupportedError, message
 from .devices import is_here
 from .nvml import PERIOD_S, Gpu, Window, watch
 

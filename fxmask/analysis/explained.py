@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ..errors import ConfigError
 from ..kernels import dense_cost, layer_cost, mask_cost, matmul_cost, pruned_cost
+from ..kernels.errors import ConfigError
 from ..passes.counting import dropout_rules, other_products, rules
 from ..passes.counting.work import Work
 from . import optimiser, roofline, tables, traffic

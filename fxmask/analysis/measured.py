@@ -7,8 +7,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from ..kernels.errors import first_of
+from ..kernels.errors import ConfigError, first_of
 from . import ncu
 
 Tables = dict[str, list[dict[str, Any]]]  # of an `Analysis`

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
-from ..kernels.errors import message
+from ..kernels.errors import ConfigError, message
 
 EXPECTED = "expected timm:NAME, torchvision:NAME or package.module:CALLABLE"
 

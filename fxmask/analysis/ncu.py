@@ -16,8 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from ..kernels.errors import message
+from ..kernels.errors import ConfigError, message
 
 SECTOR_BYTES = 32
 # a metric's name, and what the pages of sections call it -> column

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError
 from ..guards.guard_handle import masked_step_of
 from ..kernels import dense_cost, layer_cost
 from ..kernels.cost import Cost
-from ..kernels.errors import message
+from ..kernels.errors import ConfigError, message
 from ..kernels.grid import clipped, grid_shape, matrix_shape
 from ..passes.counting.masked_rules import implementation
 from ..passes.counting.recording import Recording

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, UnsupportedError
 from ..files import as_path, cannot_write
+from ..kernels.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from .report import Analysis

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
 from ..files import as_path, csv_text, write_files
+from ..kernels.errors import ConfigError
 from ..report import FORMATS, SUFFIX, TABLEFMT, Report
 from .measured import attach
 from .summary import LOWER_BOUNDS

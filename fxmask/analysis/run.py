@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..bench.provenance import provenance, utc
-from ..errors import ConfigError, UnsupportedError
 from ..kernels import draw_ops
-from ..kernels.errors import message
+from ..kernels.errors import ConfigError, UnsupportedError, message
 from ..kernels.grid import plain_int
 from ..passes.counting import dropout_rules, masked_rules, other_products, pruned_rules, rules  # noqa: F401  (they register their rules)
 from ..passes.counting.capture import capture

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from ..compiler.backend_watch import seen
 from ..compiler.computed import computed
 from ..dropping import dropped_layers, other_dropouts
-from ..errors import ConfigError
 from ..fused import resting_dropouts
 from ..health import HealthLog
 from ..inputs import DROPPED_INPUT, PRUNED_INPUT
-from ..kernels.errors import first_of
+from ..kernels.errors import ConfigError, first_of
 from ..nm.nm_layers import any_nm, element_mask, nm_layers
 from ..passes.counting.traced import backend_of
 from ..passes.finding.candidate import Candidate, join

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..errors import ConfigError, StateError
 from ..files import cannot_write
-from ..kernels.errors import message
+from ..kernels.errors import ConfigError, StateError, message
 
 COLUMNS = (
     "update", "step", "name", "blocks", "kept", "ratio", "flips", "flip_rate", "flips_total", "age_mean", "age_max", "never_kept", "kept_norm_fraction",

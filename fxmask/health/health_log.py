@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, StateError
-from ..kernels.errors import message, warn
+from ..kernels.errors import ConfigError, StateError, message, warn
 from ..kernels.grid import grid_shape, plain_int
 from ..passes.settings.phases import in_turn
 from ..passes.state import ranks
