@@ -21,9 +21,9 @@ from .passes.graphs.graph_calls import DROPPED
 from .passes.graphs.writes import Writes
 from .passes.infra import run_passes
 from .passes.settings.block_dropout import BlockDropout
-from .passes.state import noted, ranks
+from .passes.state import ranks
 from .swap import MaskedLinear, ran
-from .swapped import Swapped, look_at_asked, masked_class, note_asked, of_now, refuse_proxy
+from .swapped import Swapped, begin, masked_class, note_asked, of_now
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -38,10 +38,8 @@ class DroppedLinear(Swapped):
     def forward(self, input: Tensor) -> Any:
         if not isinstance(self, DroppedLinear):
             return of_now(self, input)
-        refuse_proxy(self, input, "a layer with block dropout", "BlockDropout")
-        noted.note(self)
+        begin(self, input, "a layer with block dropout", "BlockDropout")
         ran(self)
-        look_at_asked(self)
         weight = raw_weight(self)
         if self._fxmask_dropping.drops(self.training):
             ranks.refuse_shard(weight, "a layer with block dropout", type(self).__name__)

@@ -16,10 +16,10 @@ from .passes.graphs.pruned_linears import PruneActivations, PrunedSite, RestoreA
 from .passes.graphs.pruned_products import PruneProducts, RestoreProducts
 from .passes.infra import run_passes
 from .passes.settings.activation_pruning import ActivationPruning, saves
-from .passes.state import noted, ranks
+from .passes.state import ranks
 from .passes.state.pruning_schedule import install, is_scheduled, uninstall, words
 from .swap import MaskedLinear
-from .swapped import Swapped, look_at_asked, masked_class, note_asked, of_now, refuse_proxy
+from .swapped import Swapped, begin, masked_class, note_asked, of_now
 
 
 class Pruned(Swapped):
@@ -30,13 +30,6 @@ class Pruned(Swapped):
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), f"activations: {words(self)}")))
-
-
-def _begin(m: Pruned, input: Tensor) -> None:
-    """Of a forward: note that it runs, and look at what the compiler is to compare. Raises: UnsupportedError while it is traced."""
-    noted.note(m)
-    refuse_proxy(m, input, "a pruned layer", "ActivationPruning")
-    look_at_asked(m)
 
 
 def _refuse_shard(m: nn.Module, weight: Tensor) -> None:
@@ -52,7 +45,7 @@ class PrunedLinear(Pruned):
     def forward(self, input: Tensor) -> Any:
         if not isinstance(self, PrunedLinear):
             return of_now(self, input)
-        _begin(self, input)
+        begin(self, input, "a pruned layer", "ActivationPruning")
         weight = raw_weight(self)
         _refuse_shard(self, weight)
         return self._fxmask_pruning.linear(input, weight, self.bias, self.training)
@@ -66,7 +59,7 @@ class PrunedProduct(Pruned):
     def forward(self, input: Tensor) -> Any:
         if not isinstance(self, PrunedProduct):
             return of_now(self, input)
-        _begin(self, input)
+        begin(self, input, "a pruned layer", "ActivationPruning")
         p = self._fxmask_product
         _refuse_shard(self, getattr(self, p.a))
         b = getattr(self, p.b) if p.b else None

@@ -15,6 +15,7 @@ from torch.fx import Proxy
 from .kernels.errors import UnsupportedError, message
 from .passes.finding.readers import forward_codes
 from .passes.settings.options import Options
+from .passes.state import noted
 from .passes.state.pruning_schedule import copied
 from .passes.state.scripting import refuse_scripting
 from .passes.state.site import Site
@@ -98,8 +99,11 @@ def of_now(m: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(m).forward(m, *args, **kwargs)
 
 
-def refuse_proxy(m: nn.Module, input: object, layer: str, config: str) -> None:
-    """UnsupportedError where a symbolic trace runs a layer whose input is pruned or dropped, and would freeze that."""
+def begin(m: Swapped, input: object, layer: str, config: str) -> None:
+    """Of a forward whose input is pruned or dropped: note that it runs, and look at what the compiler is to compare. UnsupportedError where a symbolic trace
+    runs it, and would freeze that."""
+    noted.note(m)
+    look_at_asked(m)
     if isinstance(input, Proxy):
         what = f"torch.fx.symbolic_trace cannot look into {layer}: expected a dense model."
         raise UnsupportedError(message(what, type(m).__name__, f"trace first, then fxmask.apply(traced, {config}(...))."))
