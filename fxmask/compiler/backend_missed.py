@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..decided import decided_by_apply, mark_again
 from ..kernels.errors import first_of, message
-from ..passes.counting.traced import behind_callback
 from ..passes.finding.candidate import OWNER_REPLACED, REPLACED, Candidate, weight_problem
 from ..passes.finding.choose import Decision, choose
 from ..passes.finding.find import find
@@ -26,7 +25,7 @@ from ..passes.finding.patterns import matches
 from ..passes.finding.plain_forward import computes_linear
 from ..passes.state.ranks import is_shard
 from .backend_names import inside_ddp
-from .backend_options import Options, parse
+from .backend_options import Options, given_to, parse
 from .computed import computed
 from .shards import aliases, gathered, is_unknown, is_unread
 
@@ -94,9 +93,9 @@ def _compiled_models() -> Iterator[tuple[nn.Module, Mapping[str, Any] | None, bo
             model, callback, in_place = getattr(bound, "__self__", None), _closure(o).get("callback"), bound is called
         else:
             continue
-        callback = behind_callback(callback)
-        if isinstance(model, nn.Module) and getattr(getattr(callback, "compiler_fn", None), "__module__", "") == f"{__package__}.backend":
-            yield model, getattr(callback, "kwargs", {}).get("options"), in_place
+        ours, options = given_to(callback)
+        if ours and isinstance(model, nn.Module):
+            yield model, options, in_place
 
 
 def _closure(f: FunctionType) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 
 from ..inputs import mask_overrides, selected
 from ..kernels.errors import ConfigError, UnsupportedError, meant, message
+from ..passes.counting.traced import behind_callback
 from ..passes.finding.choose import Decision
 from ..passes.finding.patterns import Pattern, as_patterns
 from ..passes.infra import Pass
@@ -106,6 +107,13 @@ def parse(given: Mapping[str, Any] | None) -> Options:
     inductor = inductor_options(given.get("inductor", {}))
     own |= {"passes": tuple(passes), "inductor": inductor, "activations": pruning, "alone": pruning is not None and not mask}
     return Options(WeightMask(**mask), about_masks, **own)
+
+
+def given_to(callback: Any) -> tuple[bool, Any]:
+    """Whether Dynamo's callback calls this backend in the end, and the options that it was given then."""
+    called = behind_callback(callback)
+    ours = getattr(getattr(called, "compiler_fn", None), "__module__", "") == f"{__package__}.backend"
+    return ours, getattr(called, "kwargs", {}).get("options") if ours else None
 
 
 def inductor_options(given: Mapping[Any, Any]) -> dict[str, Any]:

@@ -21,11 +21,10 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy
 
 from ..decided import decided_by_apply, mark_again
 from ..kernels.errors import UnsupportedError, first_of, message
-from ..passes.counting.traced import behind_callback
 from ..passes.frames import frames
 from .backend_missed import chosen
 from .backend_names import compiled_module, inside_ddp
-from .backend_options import WHERE, parse
+from .backend_options import WHERE, given_to, parse
 from .shards import is_unread
 
 FIX = "transform the model that torch.compile was given, masked by fxmask.apply(model, ...), compiled without backend or not at all"
@@ -51,10 +50,10 @@ def _refuse(_: Any) -> None:
     if frame is None:  # what is compiled is a backward
         return
     backend = frame.f_locals["compiler_fn"]
-    compiled = behind_callback(getattr(getattr(backend, "__self__", None), "backend_compile_fn", backend))  # DDP's splitting of graphs stands before it
-    if getattr(getattr(compiled, "compiler_fn", None), "__module__", "") != f"{__package__}.backend":
+    ours, options = given_to(getattr(getattr(backend, "__self__", None), "backend_compile_fn", backend))  # DDP's splitting of graphs stands before it
+    if not ours:
         return
-    names = list(dict.fromkeys(_dense(_modules_in(_used(frame)), getattr(compiled, "kwargs", {}).get("options"))))
+    names = list(dict.fromkeys(_dense(_modules_in(_used(frame)), options)))
     if names:
         dense = f"would leave {first_of(names, 3)} dense, in this call and in all later ones."
         what = f"a function transform (torch.func, torch.vmap) around the compiled model {dense}"
