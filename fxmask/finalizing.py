@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from .explaining.inspection import masks
 from .kernels.errors import StateError, UnsupportedError, first_of, message, warn
 from .kernels.reference import masked
 from .masking import restore
-from .nm.nm_finalizing import finalize_nm
+from .nm.nm_finalizing import final_nm
 from .nm.nm_layers import any_nm
 from .nm.semi_structured import semi_structured
 from .passes.finding.candidate import join
@@ -61,10 +62,12 @@ def finalize(model: M, format: str = "dense") -> M:
     one_of("format of finalize", format, FORMATS)
     expect_module(model, "fxmask.finalize")
     if any_nm(model):
-        finalize_nm(model, format)
-        return model
+        return _ended(model, format, *final_nm(model, format))
     if not any_masked(model) and (any_pruned(model) or any_dropped(model)):
-        return _without_masks(model, format)
+        if format != "dense":
+            what = f"fxmask.finalize: format={format!r} stores the blocks of weight masks: expected a WeightMask in this model, got pruned or dropped inputs"
+            raise StateError(message(f"{what} alone.", type(model).__name__, "use format='dense', or fxmask.restore(model), which end them."))
+        return _ended(model, format, [], {})
     refuse_split(model, "fxmask.finalize")
     found = required_sites(model, "fxmask.finalize")
     users = _unmasked_users(model)
@@ -73,33 +76,26 @@ def finalize(model: M, format: str = "dense") -> M:
     kept = masks(model)
     _warn_of_early(found, kept)
     _check_shared(found, kept)
-    made: dict[int, Tensor] = {}  # by the weight: layers that share one share what becomes of it
+    made: dict[int, Tensor] = {}
     for name, site, weight in found:
         if id(weight) not in made:
             assert weight is not None  # _check has seen it
             made[id(weight)] = _made(format, name, masked(weight, kept[name], site._fxmask_config.block), site._fxmask_config)
-    if format != "dense":
-        made = {key: nn.Parameter(w, requires_grad=False) for key, w in made.items()}
+    return _ended(model, format, [(site, weight) for _, site, weight in found if weight is not None], made)
+
+
+def _ended(model: M, format: str, layers: Sequence[tuple[nn.Module, Tensor]], made: Mapping[int, Tensor]) -> M:
+    """The model without masks, its layers with what was made of their weights, by the ids of these: layers that share one share what becomes of it."""
+    frozen = {} if format == "dense" else {key: nn.Parameter(w, requires_grad=False) for key, w in made.items()}
     restore(model)
-    for _, site, weight in found:
-        assert weight is not None
+    for m, weight in layers:
         if format == "dense":
             with torch.inference_mode() if weight.is_inference() else nullcontext():  # what was made inside it is written inside it
                 weight.copy_(made[id(weight)])
         else:
-            site._parameters["weight"] = made[id(weight)]  # type: ignore[assignment]
+            m._parameters["weight"] = frozen[id(weight)]
             if format == "bsr":
-                site.register_forward_pre_hook(before_bsr, with_kwargs=True)
-    model.__dict__[FINAL] = format
-    return model
-
-
-def _without_masks(model: M, format: str) -> M:
-    """The model without pruned or dropped inputs, which leave nothing that could be made permanent."""
-    if format != "dense":
-        what = f"fxmask.finalize: format={format!r} stores the blocks of weight masks: expected a WeightMask in this model, got pruned or dropped inputs alone."
-        raise StateError(message(what, type(model).__name__, "use format='dense', or fxmask.restore(model), which end them."))
-    restore(model)
+                m.register_forward_pre_hook(before_bsr, with_kwargs=True)
     model.__dict__[FINAL] = format
     return model
 

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..kernels.errors import UnsupportedError, message
-from ..masking import restore
 from ..passes.finding.candidate import join
 from ..passes.finding.weights import peek_weight
-from ..sites import FINAL, any_masked, refuse_shared, values_of
+from ..sites import any_masked, refuse_shared, values_of
 from .nm_layers import NMLayer, element_mask, nm_layers
 from .semi_structured import semi_structured
 
 
-def finalize_nm(model: nn.Module, format: str) -> None:
-    """Make N:M masks permanent, in place; what cannot be made so raises before anything has changed."""
+def final_nm(model: nn.Module, format: str) -> tuple[list[tuple[nn.Module, Tensor]], dict[int, Tensor]]:
+    """(layers with their weights, what the weights become, by their ids), where N:M masks are to be permanent. Raises for what cannot be made so."""
     if any_masked(model):
         what = "fxmask.finalize of N:M masks and block masks in one model: expected one kind."
         raise UnsupportedError(message(what, type(model).__name__, "finalize the submodules that were masked, one by one."))
     found = list(nm_layers(model))
     users = _users(model)
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # by the weight: its mask, and what it becomes
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # its mask, and what it becomes
     for name, m in found:
         weight = _checked(name, m, format, users)
         mask = element_mask(m, last=True)
@@ -34,17 +31,7 @@ def finalize_nm(model: nn.Module, format: str) -> None:
             continue
         w = torch.where(mask, weight.detach(), 0)
         made[id(weight)] = mask, semi_structured(name, w, f"a mask {m._fxmask_nm.words()}") if format == "2:4" else w
-    weights: dict[int, Tensor] = {id(m): peek_weight(m) for _, m in found}
-    restore(model)
-    frozen = {key: nn.Parameter(w, requires_grad=False) for key, (_, w) in made.items()} if format == "2:4" else {}
-    for _, m in found:
-        dense = weights[id(m)]
-        if format == "2:4":
-            m._parameters["weight"] = frozen[id(dense)]
-        else:
-            with torch.inference_mode() if dense.is_inference() else nullcontext():
-                dense.copy_(made[id(dense)][1])
-    model.__dict__[FINAL] = format
+    return [(m, peek_weight(m)) for _, m in found], {key: w for key, (_, w) in made.items()}
 
 
 def _users(model: nn.Module) -> dict[int, str]:
