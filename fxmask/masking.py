@@ -13,11 +13,12 @@ from .changing import mask, unmask
 from .compiler.backend_watch import forget, seen
 from .decided import forget_decided, mark_decided, note_change
 from .dense_warnings import warn_if_dense, warn_of_graphs, warn_of_outside, warn_of_reads, warn_of_regions
-from .dropping import DroppedLinear, any_dropped, undrop
+from .dropping import DroppedLinear, undrop
+from .fused import FusedDropout
 from .given import Given, refuse_given
 from .inputs import Inputs, check_inputs, mask_overrides, only_inputs, out_of_reach, saved_pruned, wanted_products, warn_of_products
 from .kernels.errors import ConfigError, StateError, message
-from .nm.nm_layers import any_nm
+from .nm.nm_layers import NMLayer, any_nm
 from .nm.nm_masking import apply_nm, refuse_nm, restore_nm
 from .passes.counting.traced import backend_of
 from .passes.finding.choose import Decision, choose
@@ -32,8 +33,8 @@ from .passes.settings.config import Feedback, Schedule, WeightMask
 from .passes.settings.nm_mask import NMMask
 from .passes.state.rebuild import start_gain
 from .passes.state.site import Site
-from .pruning import Pruned, any_pruned, unprune
-from .sites import FINAL, REASONS, SELECTED, any_masked, expect_module, refuse_scripted, sites
+from .pruning import Pruned, unprune
+from .sites import FINAL, INPUTS, REASONS, SELECTED, expect_module, refuse_scripted, sites
 from .swap import MaskedLayer, WeightReader
 from .swapped import forget_asked, refuse_changed_class
 
@@ -106,12 +107,11 @@ def apply(
     refuse_nm(model)
     if config is None or allocation is not None:
         refuse_given(masks, scores, "an allocation, which has ratios of its own" if config is not None else f"{type(other).__name__} alone")
+    check_inputs(model, config, other)
     if isinstance(other, NMMask):
         if allocation is not None:
             raise ConfigError(f"allocation shares out ratios of blocks: expected None beside an NMMask, got {allocation!r}.")
-        check_inputs(model, None, other)
         return apply_nm(model, other, include, exclude, overrides, kinds)
-    check_inputs(model, config, other)
     told = overrides if other is None else mask_overrides(overrides, other, config is None)
     found = find_layers(model, kinds)
     left = outside(model, found) if config is not None else []
@@ -163,8 +163,7 @@ def restore(model: M) -> M:
     Raises: StateError where nothing is masked, UnsupportedError where a masked layer's class was changed since.
     """
     expect_module(model, "fxmask.restore")
-    inputs = any_pruned(model) or any_dropped(model)
-    if not any_masked(model) and not inputs and not any_nm(model):
+    if not any_changed(model):
         _refuse_compiled(model)
         refuse_scripted(model, "fxmask.restore")
         raise StateError(message("nothing is masked in this model: expected one that fxmask.apply has changed.", fix="call fxmask.apply(model, ...) first."))
@@ -186,6 +185,11 @@ def restore(model: M) -> M:
         m.__dict__.pop(SELECTED, None)
         forget_asked(m)
     return model
+
+
+def any_changed(model: nn.Module) -> bool:
+    """Whether `apply` has changed anything of a model that is changed still."""
+    return any(isinstance(m, (Site, NMLayer, FusedDropout)) or not INPUTS.isdisjoint(m.__dict__) for m in model.modules())
 
 
 def _refuse_compiled(model: nn.Module) -> None:

@@ -26,6 +26,7 @@ from .swap import MaskedLayer, ReadWeight, WeightReader
 SELECTED = "_fxmask_selected"  # on the model that apply was given: names of the layers that it has masked
 REASONS = "_fxmask_reasons"  # on the model that apply was given: {a candidate's key: why a linear stays dense}
 EXPECTED = "expected one that fxmask.apply has changed"
+INPUTS = {"_fxmask_pruning", "_fxmask_dropping"}  # on layers and calls whose input is pruned or dropped: how
 FINAL = "_fxmask_final"  # on a model that finalize was given: its format
 
 
@@ -86,7 +87,7 @@ def _why_none(model: nn.Module, caller: str) -> tuple[str, str]:
     if any("_fxmask_nm" in m.__dict__ for m in model.modules()):
         what = f"{caller} is for block masks: expected a WeightMask in this model, and it has N:M masks alone."
         return what, "leave it out: fxmask.freeze(model) fixes N:M masks, and fxmask.step(model) counts for a temperature that moves (tau_from)."
-    if any(not {"_fxmask_pruning", "_fxmask_dropping"}.isdisjoint(m.__dict__) for m in model.modules()):
+    if any(not INPUTS.isdisjoint(m.__dict__) for m in model.modules()):
         what = f"{caller}: nothing is masked in this model: expected weight masks, got inputs that are pruned or dropped, which keep no state."
         return what, "leave the call out, or give fxmask.apply a WeightMask, too; a schedule of pruned inputs alone is counted by fxmask.step."
     if backend_of(model) == "fxmask":

@@ -11,14 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dropping import any_dropped
 from ..kernels.errors import ConfigError
-from ..masking import apply
-from ..nm.nm_layers import any_nm
+from ..masking import any_changed, apply
 from ..places import place
-from ..pruning import any_pruned
 from ..report import FORMATS, SUFFIX, formatted
-from ..sites import any_masked
 from . import devices, models, optimiser, plots
 from .report import TABLES, Analysis
 from .run import IMPLS, analyze
@@ -112,7 +108,7 @@ def main(a: argparse.Namespace) -> int:
         raise ConfigError(f"--dtype: expected a floating dtype of torch, such as bfloat16, got {a.dtype!r}.")
     inputs = tuple(models.make_input(s) for s in a.input)
     model = models.load(a.model).train(not a.eval)
-    if not any(has(model) for has in (any_masked, any_nm, any_pruned, any_dropped)):
+    if not any_changed(model):
         check_mask_options(a, ("impl", "masked_step"), ", or a model that has masks")
 
     def run() -> Analysis:
