@@ -173,9 +173,8 @@ def _after_load(m: nn.Module, incompatible: object) -> None:
 
 
 def swap(
-    m: nn.Module, config: WeightMask, name: str, stream_name: str, owners: Iterable[nn.Module], mixin: type[MaskedLayer] = MaskedLinear,
-    own: Tensor | None = None,
-) -> None:  # fmt: skip
+    m: nn.Module, config: WeightMask, name: str, stream_name: str, owners: Iterable[nn.Module], mixin: type[MaskedLayer], own: Tensor | None
+) -> None:
     """Make a layer a masked one by a mixin, in place, and its owners readers where it is read."""
     weight = peek_weight(m)
     m.__class__ = masked_class(type(m), ReadWeight if config.read == "weight" else mixin)
