@@ -12,7 +12,7 @@ from .thesis import GIB, VARIANTS, Movement, kept_bytes, tensor_bytes
 DERIVED = "derived: the source leaves open the lines of a kept block and the number of batches"
 
 
-def rows(forward: list[Work], recording: Recording, steps: int | None, itemsize: int = 4) -> list[dict[str, Any]]:
+def rows(forward: list[Work], recording: Recording, steps: int | None) -> list[dict[str, Any]]:
     """A row for each variant, and one with activations of every token: bytes of one forward of a batch in lines of 128 bytes, and GiB of `steps` of them.
 
     What a linear reads and writes counts once a sample in the thesis' model; the first linear reads the whole sample. Biases of masked layers are left out.
@@ -22,13 +22,13 @@ def rows(forward: list[Work], recording: Recording, steps: int | None, itemsize:
     features, by_token = _activations(linears, recording, samples)
     masked = {w.weight: w for w in linears if w.kept is not None}
     left_out = {f"{name.rpartition('.')[0]}.bias".removeprefix(".") for name in masked}
-    others = sum(tensor_bytes(p.numel(), itemsize) for name, p in recording.parameters.items() if name not in masked and name not in left_out)
-    dense = sum(tensor_bytes(w.elements, itemsize) for w in masked.values())
+    others = sum(tensor_bytes(p.numel()) for name, p in recording.parameters.items() if name not in masked and name not in left_out)
+    dense = sum(tensor_bytes(w.elements) for w in masked.values())
     found = []
     for model, variant in [*(("thesis", v) for v in VARIANTS), ("tokens", "A")]:
         sizes = features if model == "thesis" else by_token
-        kept = sum(_kept(w, itemsize, variant) for w in masked.values())
-        moved = Movement(kept, dense, others, sum(tensor_bytes(samples * n, itemsize) for n in sizes))
+        kept = sum(_kept(w, variant) for w in masked.values())
+        moved = Movement(kept, dense, others, sum(tensor_bytes(samples * n) for n in sizes))
         row: dict[str, Any] = {"memory_model": model, "variant": variant, "batch": samples}
         row |= {"masked_weights_bytes": kept, "dense_weights_bytes": dense, "other_weights_bytes": others, "activations_bytes": moved.activations}
         row |= {"total_bytes": moved.total, "dense_bytes": moved.dense}
@@ -50,9 +50,9 @@ def _activations(linears: list[Work], recording: Recording, samples: int) -> tup
     return once, tokens
 
 
-def _kept(w: Work, itemsize: int, variant: str) -> int:
+def _kept(w: Work, variant: str) -> int:
     mask = next(p.mask.values for p in w.call.inputs if p.mask is not None) if w.call else None
     assert mask is not None and w.block is not None
     n = w.elements // w.k if w.k else 0
-    return kept_bytes(LinearShape(w.weight, n, w.k), w.block, mask=mask, itemsize=itemsize, variant=variant)
+    return kept_bytes(LinearShape(w.weight, n, w.k), w.block, mask=mask, variant=variant)
 
