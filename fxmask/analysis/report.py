@@ -118,14 +118,13 @@ class Analysis(Report):
         path = as_path(path, "Analysis.save")
         if path.suffix in FORMATS:
             form = FORMATS[path.suffix]
-            content = json.dumps(self.to_dict(), indent=1) if form == "json" else self._file("nodes" if form == "csv" else "modules", form)
-            write_files({path.name: content}, path.parent)
+            write_files({path.name: self._file({"json": "all", "csv": "nodes"}.get(form, "modules"), form)}, path.parent)
             return path
         formats = [formats] if isinstance(formats, str) else list(formats)
         unknown = [f for f in formats if f not in SUFFIX]
         if unknown or not formats:
             raise ConfigError(f"Analysis.save: expected formats among {', '.join(SUFFIX)}, got {', '.join(map(repr, unknown)) or 'none'}.")
-        files = {"analysis.json": json.dumps(self.to_dict(), indent=1)} if "json" in formats else {}
+        files = {"analysis.json": self._file("all", "json")} if "json" in formats else {}
         for form in formats:
             if form != "json":
                 files |= {f"{t}{SUFFIX[form]}": self._file(t, form) for t in self.tables if self.tables[t]}
@@ -133,9 +132,8 @@ class Analysis(Report):
         return path
 
     def _file(self, table: str, form: str) -> str:
-        if form == "csv":
-            return csv_text(self.tables[table])
-        return (f"{self.title}\n\n" if form in ("markdown", "text") else "") + self.text(table, TABLEFMT[form]) + "\n"
+        content = self.printed(table, form)
+        return content if form in ("csv", "json") else (f"{self.title}\n\n" if form in ("markdown", "text") else "") + content + "\n"
 
     def __str__(self) -> str:
         parts = [self.title, self.text("summary"), self.text("modules", columns=PRINTED)]
