@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from .kernels.errors import first_of, message, warn
 from .kernels.grid import grid_shape, keep_count, matrix_shape
-from .passes.finding.candidate import Candidate
+from .passes.finding.candidate import Candidate, join
 from .passes.finding.choose import Decision, reasons_of
 from .passes.finding.graph_linears import graph_modules, is_unflattened, weight_reads
 from .passes.finding.outside import elements, unsaid, words
@@ -79,7 +79,7 @@ def _in_regions(model: nn.Module) -> Iterator[tuple[Any, str, nn.Module]]:
         traced = getattr(region.forward, "__marked_compile_region_fn__", None)
         if traced is not None:
             alike = tuple((n, p.dtype, None if is_lazy(p) else p.shape) for n, p in region.named_parameters())
-            yield from (((id(getattr(traced, "__func__", traced)), alike, name), f"{prefix}.{name}".strip("."), m) for name, m in region.named_modules())
+            yield from (((id(getattr(traced, "__func__", traced)), alike, name), join(prefix, name), m) for name, m in region.named_modules())
 
 
 def warn_if_dense(model: nn.Module, decisions: list[Decision], left: list[Candidate]) -> None:

@@ -12,6 +12,7 @@ from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import matrix_shape
 from .loads import watch_loads
 from .passes.counting.traced import backend_of
+from .passes.finding.candidate import join
 from .passes.finding.graph_linears import is_unflattened
 from .passes.finding.readers import OF_TORCH, weight_readers
 from .passes.finding.weights import peek_weight, refuse_wrapped
@@ -52,13 +53,12 @@ def sites(model: nn.Module) -> Iterator[tuple[str, Site, Tensor | None]]:
     """(parameter's name, mask's owner, dense weight) of every masked weight; the weight is None where a graph computes it, a DTensor under fully_shard."""
     ranks.at_rest(model)
     for prefix, m in model.named_modules():
-        dot = f"{prefix}." if prefix else ""
         if isinstance(m, MaskedLayer):
-            yield f"{dot}weight", m, peek_weight(m)
+            yield join(prefix, "weight"), m, peek_weight(m)
         elif isinstance(m, GraphModule):
             watch_loads(m)  # pickling a graph module loses the hooks of its root
             for site, weight in graph_sites(m):
-                yield dot + site._fxmask_name, site, weight
+                yield join(prefix, site._fxmask_name), site, weight
 
 
 def any_masked(model: nn.Module) -> bool:
