@@ -120,9 +120,9 @@ def read_dense(model: nn.Module) -> list[str]:
     return found
 
 
-def sites_in_force(model: nn.Module, caller: str) -> list[tuple[str, Site, Tensor | None]]:
-    """`required_sites`, and StateError inside `fxmask.dense`."""
-    found = required_sites(model, caller)
+def sites_in_force(model: nn.Module, caller: str, others: object = None) -> list[tuple[str, Site, Tensor | None]]:
+    """`required_sites`, and StateError inside `fxmask.dense`. `others`: what else of the model the call is for; where there is some it may have no masks."""
+    found = [] if others and not any_masked(model) else required_sites(model, caller)
     for name, site, _ in found:
         refuse_dense(name, site, caller)
     return found

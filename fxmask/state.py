@@ -16,7 +16,7 @@ from .passes.state import rebuild, tensors
 from .passes.state.site import Site, note_weight
 from .pruning import scheduled_layers
 from .pruning_state import check_pruning_state, load_pruning_state, pruning_state
-from .sites import any_masked, expect_module, sites_in_force
+from .sites import expect_module, sites_in_force
 from .state_checks import FORMAT, check_entry, entries_of, settings_of
 
 
@@ -34,7 +34,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     """
     expect_module(model, "fxmask.state_dict")
     nm, pruning = nm_state(model), pruning_state(model)
-    found = sites_in_force(model, "fxmask.state_dict") if any_masked(model) or not (nm or pruning) else []
+    found = sites_in_force(model, "fxmask.state_dict", nm or pruning)
     more = {"nm": nm, "pruning": pruning}
     return {"format": FORMAT, "masks": {name: _one(site) for name, site, _ in found}, **{key: entries for key, entries in more.items() if entries}}
 
@@ -73,7 +73,7 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
     Raises: StateError (nothing masked, inside `fxmask.dense`, not such a state, other weights, settings or shapes); then nothing has changed.
     """
     expect_module(model, "fxmask.load_state_dict")
-    found = sites_in_force(model, "fxmask.load_state_dict") if any_masked(model) or not (any_nm(model) or scheduled_layers(model)) else []
+    found = sites_in_force(model, "fxmask.load_state_dict", any_nm(model) or scheduled_layers(model))
     entries = _named_as_here(entries_of(saved), found)
     nm, pruning = _named_as_here(saved.get("nm", {}), nm_layers(model)), _named_as_here(saved.get("pruning", {}), scheduled_layers(model))
     missing, unknown = sorted({n for n, _, _ in found} - set(entries)), sorted(set(entries) - {n for n, _, _ in found})

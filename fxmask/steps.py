@@ -21,7 +21,7 @@ from .passes.state.site import Site
 from .passes.state.site_mask import check_agreed
 from .passes.stepping.bypass import warn_of_dense_readers
 from .pruning import scheduled_layers
-from .sites import any_masked, expect_module, sites_in_force, values_of
+from .sites import expect_module, sites_in_force, values_of
 from .untold import expect_steps
 
 M = TypeVar("M", bound=nn.Module)
@@ -48,8 +48,7 @@ def step(model: nn.Module, n: int = 1) -> None:
         what = "fxmask.step inside a CUDA graph, whose replays would not count: expected it after each replay, or a guard."
         raise UnsupportedError(message(what, type(model).__name__, "call it after the replay; or let fxmask.guard count, and fxmask.graphed capture the step."))
     pruned, learned = scheduled_layers(model), moving_nm(model)
-    alone = not any_masked(model) and (pruned or learned)
-    found = [] if alone else sites_in_force(model, "fxmask.step")
+    found = sites_in_force(model, "fxmask.step", pruned or learned)
     for name, site, weight in found:
         if n and site._fxmask_guard is not None:
             what = "fxmask.step under a guard: expected one of them, or every optimiser step would count twice."
@@ -98,9 +97,7 @@ def refresh(model: nn.Module) -> None:
     Raises: StateError without masks or inside `fxmask.dense`, UnsupportedError for meta weights, and inside a CUDA graph where masks count steps, too.
     """
     expect_module(model, "fxmask.refresh")
-    if refresh_nm(model) and not any_masked(model):
-        return
-    found = [t for t in sites_in_force(model, "fxmask.refresh") if t[1]._fxmask_config.cached]
+    found = [t for t in sites_in_force(model, "fxmask.refresh", refresh_nm(model)) if t[1]._fxmask_config.cached]
     counted = [name for name, site, _ in found if site._fxmask_given.needs_steps and tensors.capturing(site._fxmask_keep)]
     if counted:
         what = "fxmask.refresh inside a CUDA graph, whose replays would not note at which step masks were rebuilt: expected it after a replay."
