@@ -38,8 +38,10 @@ def row_of(name: str, weight: Tensor, reason: str, **more: Any) -> dict[str, Any
     return {"name": name, "masked": False, "reason": reason, "shape": shape, **row, "elements": weight.numel(), "kept": weight.numel(), **more}
 
 
-def _achieved(kept: int | None, elements: int) -> float | None:
-    return None if kept is None or not elements else 1 - kept / elements
+def ratios(kept: int | None, elements: int, target: float | None, final: float | None) -> dict[str, Any]:
+    """Of a masked layer: the ratios that are asked for, now and in the end, and the achieved one."""
+    achieved = None if kept is None or not elements else 1 - kept / elements
+    return {"masked": True, "target_ratio": target, "final_ratio": final, "achieved_ratio": achieved, "kept": kept}
 
 
 def _policy(site: Site, weight: Tensor | None) -> str:
@@ -73,12 +75,9 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         name,
         torch.empty(shape, device="meta"),
         f"selected{soft if site._fxmask_softening else ''}{unfit}",
-        masked=True,
+        **ratios(kept, math.prod(shape), 0.0 if site._fxmask_is_dense else c.ratio_at(site._fxmask_step), site._fxmask_given.final_ratio),
         block="x".join(map(str, c.block)),
         blocks=nb * kb,
-        target_ratio=0.0 if site._fxmask_is_dense else c.ratio_at(site._fxmask_step),
-        final_ratio=site._fxmask_given.final_ratio,
-        achieved_ratio=_achieved(kept, math.prod(shape)),
         backward=c.backward,
         masked_weights=_policy(site, weight),
         ranks_by=_ranking(c),
@@ -86,7 +85,6 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         step=site._fxmask_step,
         mask_age=site._fxmask_step - site._fxmask_built if c.cached else None,
         flips=None if site._fxmask_flips is None or not has_values(site._fxmask_flips) else int(site._fxmask_flips),
-        kept=kept,
     )
 
 
@@ -144,9 +142,9 @@ def exported_row(i: Inside) -> dict[str, Any]:
     elif i.impl == "auto":
         why = "chosen when it runs"
     block = "x".join(map(str, i.block)) if i.block else "N:M"
-    columns = {"masked": True, "block": block, "blocks": blocks or None, "backward": i.backward, "masked_weights": UNGUARDED, "impl": i.impl, "why": why}
-    ratios = {"target_ratio": ratio, "final_ratio": ratio, "achieved_ratio": _achieved(kept, i.weight.numel()), "kept": kept}
-    return row_of(i.name, i.weight, IN_TRACE + UNFIT.get(i.unfit, ""), **({} if known else {"shape": None}), **columns, **ratios)
+    columns = {"block": block, "blocks": blocks or None, "backward": i.backward, "masked_weights": UNGUARDED, "impl": i.impl, "why": why}
+    columns |= {} if known else {"shape": None}
+    return row_of(i.name, i.weight, IN_TRACE + UNFIT.get(i.unfit, ""), **columns, **ratios(kept, i.weight.numel(), ratio, ratio))
 
 
 @torch.no_grad()
@@ -163,6 +161,6 @@ def _masked_in_graph(name: str, weight: Tensor, c: WeightMask, done: Done, healt
         found = signs(weight.detach(), mask, c.block)[0] if health else {}
     kept = None if mask is None else int(kept_elements(mask, matrix_shape(weight.shape), c.block))
     by = runs(c, weight, mask) if done.called else {"impl": "reference", "why": "its reader takes W∘M as an argument"}
-    columns = {"masked": True, "block": "x".join(map(str, c.block)), "blocks": blocks, "backward": c.backward, "masked_weights": UNGUARDED, **by}
-    ratios = {"target_ratio": c.ratio, "final_ratio": c.ratio, "achieved_ratio": _achieved(kept, weight.numel()), "kept": kept}
-    return row_of(name, weight, f"selected {IN_GRAPHS}{TAKEN if taken else ''}", **columns, ranks_by=_ranking(c), **ratios, **found)
+    columns = {"block": "x".join(map(str, c.block)), "blocks": blocks, "backward": c.backward, "masked_weights": UNGUARDED, "ranks_by": _ranking(c), **by}
+    columns |= ratios(kept, weight.numel(), c.ratio, c.ratio)
+    return row_of(name, weight, f"selected {IN_GRAPHS}{TAKEN if taken else ''}", **columns, **found)

@@ -11,7 +11,7 @@ from torch import nn
 from ..compiler.backend_watch import forget
 from ..decided import mark_decided
 from ..dense_warnings import warn_of_regions
-from ..explaining.layer_rows import LOST, RESIZED, TAKEN
+from ..explaining.layer_rows import LOST, RESIZED, TAKEN, ratios
 from ..inputs import mask_overrides
 from ..kernels.errors import ConfigError, StateError, UnsupportedError, message, warn
 from ..passes.finding.candidate import Candidate
@@ -142,16 +142,12 @@ def nm_row(m: NMLayer) -> dict[str, Any]:
     made = ", which a kernel makes in one pass" if c.impl == "triton" and not frozen else ""
     drawn = "; not frozen: train() draws patterns, eval() takes the likeliest" if c.mode == "learned" and not frozen else ""
     return {
-        "masked": True,
+        **ratios(kept, weight.numel(), ratio, ratio),
         "reason": f"selected{'; frozen' if frozen else ''}{unfit}",
         "block": f"{c.n}:{c.m}",
         "blocks": weight.numel() // c.m,
-        "target_ratio": ratio,
-        "final_ratio": ratio,
-        "achieved_ratio": None if kept is None else 1 - kept / weight.numel(),
         "backward": "sr-ste" if c.mode == "sr-ste" else "masked",
         "ranks_by": c.words().partition(" ")[2],
         "impl": "masked_dense",
         "why": f"a dense product with W∘M{made}{drawn}",
-        "kept": kept,
     }
