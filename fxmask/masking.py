@@ -13,13 +13,13 @@ from .changing import mask, unmask
 from .compiler.backend_watch import forget, seen
 from .decided import forget_decided, mark_decided, note_change
 from .dense_warnings import warn_if_dense, warn_of_graphs, warn_of_outside, warn_of_reads, warn_of_regions
-from .dropping import DroppedLinear, undrop
+from .dropping import undrop
 from .fused import FusedDropout
 from .given import Given, refuse_given
 from .inputs import Inputs, check_inputs, mask_overrides, only_inputs, out_of_reach, saved_pruned, wanted_products, warn_of_products
 from .kernels.errors import ConfigError, StateError, message
-from .nm.nm_layers import NMLayer, any_nm
-from .nm.nm_masking import apply_nm, refuse_nm, restore_nm
+from .nm.nm_layers import NMLayer, unswap_nm
+from .nm.nm_masking import apply_nm, refuse_nm
 from .passes.counting.traced import backend_of
 from .passes.finding.choose import Decision, choose
 from .passes.finding.conv import KINDS, Kinds, find_layers, kinds_of
@@ -33,10 +33,9 @@ from .passes.settings.config import Feedback, Schedule, WeightMask
 from .passes.settings.nm_mask import NMMask
 from .passes.state.rebuild import start_gain
 from .passes.state.site import Site
-from .pruning import Pruned, unprune
+from .pruning import unprune
 from .sites import FINAL, INPUTS, REASONS, SELECTED, expect_module, refuse_scripted, sites
-from .swap import MaskedLayer, WeightReader
-from .swapped import forget_asked, refuse_changed_class
+from .swapped import Swapped, forget_asked, refuse_changed_class
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -172,10 +171,9 @@ def restore(model: M) -> M:
     refuse_split(model, "fxmask.restore")
     note_change()
     for name, m in model.named_modules():
-        if isinstance(m, (MaskedLayer, WeightReader, Pruned, DroppedLinear)):
+        if isinstance(m, Swapped):
             refuse_changed_class(name, m)
-    if any_nm(model):
-        restore_nm(model)
+    unswap_nm(model)
     unprune(model)
     undrop(model)
     unmask(model)

@@ -24,7 +24,6 @@ from ..passes.settings.config import WeightMask
 from ..passes.settings.nm_mask import NMMask
 from ..passes.state.tensors import has_values, is_taken
 from ..sites import FINAL, REASONS, values_of
-from ..swapped import refuse_changed_class
 from .nm_attributes import is_resized
 from .nm_layers import NMLayer, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
 from .unlearned import expect_learning
@@ -105,13 +104,6 @@ def _check(chosen: Chosen) -> None:
         if other is not d.candidate and (config != c or c.mode == "learned"):
             what = f"one weight would have two masks: {other.name!r} and {name!r} share it."
             raise ConfigError(message(what, name, "give both the same options, and no learned mask; or exclude one of them."))
-
-
-def restore_nm(model: nn.Module) -> None:
-    """Make layers with N:M masks dense again; UnsupportedError where a class was changed since."""
-    for name, m in nm_layers(model):
-        refuse_changed_class(name, m)
-    unswap_nm(model)
 
 
 def refresh_nm(model: nn.Module) -> bool:
