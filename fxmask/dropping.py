@@ -25,6 +25,7 @@ from .passes.state import ranks
 from .swap import MaskedLinear, ran
 from .swapped import Swapped, begin, masked_class, note_asked, of_now
 
+Dropped = tuple[Decision, BlockDropout, "nn.Dropout | None"]  # a layer, how its input is dropped, and the Dropout that rests for it
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -49,7 +50,7 @@ class DroppedLinear(Swapped):
         return f"{super().extra_repr()}, dropout: {self._fxmask_dropping.words()}"
 
 
-def resolved(model: nn.Module, chosen: list[tuple[Decision, BlockDropout]]) -> list[tuple[Decision, BlockDropout, nn.Dropout | None]]:
+def resolved(model: nn.Module, chosen: list[tuple[Decision, BlockDropout]]) -> list[Dropped]:
     """The layers that drop, with p and the Dropout that is fused; those of graphs as they are, the pass knows their dropouts."""
     before, found = dropouts_before(model), []
     writes = {gm: Writes(gm) for gm in {d.candidate.host for d, _ in chosen} if gm is not None}
@@ -70,7 +71,7 @@ def resolved(model: nn.Module, chosen: list[tuple[Decision, BlockDropout]]) -> l
     return found
 
 
-def drop_inputs(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.Dropout | None]]) -> None:
+def drop_inputs(model: nn.Module, chosen: list[Dropped]) -> None:
     """Change what was chosen; masks are in place by then."""
     for d, config, dropout in chosen:
         m = d.candidate.module
@@ -96,7 +97,7 @@ def _shortly_before(owner: nn.Module, layer: nn.Module) -> Iterator[tuple[str, n
         yield name, m
 
 
-def warn_of_siblings(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.Dropout | None]]) -> None:
+def warn_of_siblings(model: nn.Module, chosen: list[Dropped]) -> None:
     """FxMaskWarning where a Dropout may stand before such a layer: in the module that holds both, whose forward alone knows the order, or in nn.Sequential."""
     names, found = [d.candidate.name for d, _, dropout in chosen if d.candidate.host is None and dropout is None], []
     for name in names:
@@ -112,7 +113,7 @@ def warn_of_siblings(model: nn.Module, chosen: list[tuple[Decision, BlockDropout
         warn(message(what, first_of(names), fix))
 
 
-def warn_of_exports(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.Dropout | None]]) -> None:
+def warn_of_exports(model: nn.Module, chosen: list[Dropped]) -> None:
     """FxMaskWarning where a graph is to drop that torch.export has made: its train() and eval() raise."""
     for name, gm in graph_modules(model):
         here = [d.candidate.name for d, config, _ in chosen if d.candidate.host is gm and not config.mc] if "eval" in gm.__dict__ else []

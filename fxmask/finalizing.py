@@ -30,7 +30,7 @@ from .passes.state.site import Site
 from .passes.state.site_forward import refuse_lost
 from .passes.state.uncounted import REFRESH, STALE, is_stale, uncounted
 from .pruning import any_pruned
-from .sites import FINAL, any_masked, expect_module, refuse_dense, refuse_shared, required_sites, values_of
+from .sites import FINAL, Masked, any_masked, expect_module, refuse_dense, refuse_shared, required_sites, values_of
 from .swap import MaskedLayer
 
 M = TypeVar("M", bound=nn.Module)
@@ -100,7 +100,7 @@ def _ended(model: M, format: str, layers: Sequence[tuple[nn.Module, Tensor]], ma
     return model
 
 
-def _warn_of_early(found: list[tuple[str, Site, Tensor | None]], kept: dict[str, Tensor]) -> None:
+def _warn_of_early(found: list[Masked], kept: dict[str, Tensor]) -> None:
     """FxMaskWarning where these masks are not those that training comes to, or older than their weights."""
     early = [f"{name} at {now:g} of {_end(site):g}" for name, site, _ in found if (now := _ratio(site)) != _end(site)]
     early += [f"{name}, whose masked blocks still count by a factor and become zeros" for name, site, _ in found if site._fxmask_softening]
@@ -160,7 +160,7 @@ def _check(name: str, site: Site, weight: Tensor | None, format: str, users: dic
         raise UnsupportedError(message(what, name, "use format='dense'."))
 
 
-def _check_shared(found: list[tuple[str, Site, Tensor | None]], kept: dict[str, Tensor]) -> None:
+def _check_shared(found: list[Masked], kept: dict[str, Tensor]) -> None:
     """Raise StateError where layers that share a weight mask it in two ways: it can have the zeros of one."""
     first: dict[int, tuple[str, Site]] = {}
     for name, site, weight in found:

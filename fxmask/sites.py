@@ -24,6 +24,7 @@ from .passes.state.site_mask import refuse_layout, refuse_size
 from .passes.state.tensors import is_taken
 from .swap import MaskedLayer, ReadWeight, WeightReader
 
+Masked = tuple[str, Site, "Tensor | None"]  # parameter's name, mask's owner, dense weight: None where a graph computes it, a DTensor under fully_shard
 SELECTED = "_fxmask_selected"  # on the model that apply was given: names of the layers that it has masked
 REASONS = "_fxmask_reasons"  # on the model that apply was given: {a candidate's key: why a linear stays dense}
 EXPECTED = "expected one that fxmask.apply has changed"
@@ -49,8 +50,8 @@ def refuse_scripted(model: nn.Module, caller: str) -> None:
         raise UnsupportedError(message(what, name, "give it the model that was scripted or traced, or a graph of it by torch.export."))
 
 
-def sites(model: nn.Module) -> Iterator[tuple[str, Site, Tensor | None]]:
-    """(parameter's name, mask's owner, dense weight) of every masked weight; the weight is None where a graph computes it, a DTensor under fully_shard."""
+def sites(model: nn.Module) -> Iterator[Masked]:
+    """Every masked weight of a model."""
     ranks.at_rest(model)
     for prefix, m in model.named_modules():
         if isinstance(m, MaskedLayer):
@@ -66,7 +67,7 @@ def any_masked(model: nn.Module) -> bool:
     return any(isinstance(m, Site) for m in model.modules())
 
 
-def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tensor | None]]:
+def required_sites(model: nn.Module, caller: str) -> list[Masked]:
     """The masks of a model; StateError where there are none, UnsupportedError where a wrapper has taken a weight's values or its shape."""
     expect_module(model, caller)
     found = list(sites(model))
@@ -120,7 +121,7 @@ def read_dense(model: nn.Module) -> list[str]:
     return found
 
 
-def sites_in_force(model: nn.Module, caller: str, others: object = None) -> list[tuple[str, Site, Tensor | None]]:
+def sites_in_force(model: nn.Module, caller: str, others: object = None) -> list[Masked]:
     """`required_sites`, and StateError inside `fxmask.dense`. `others`: what else of the model the call is for; where there is some it may have no masks."""
     found = [] if others and not any_masked(model) else required_sites(model, caller)
     for name, site, _ in found:

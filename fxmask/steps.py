@@ -21,7 +21,7 @@ from .passes.state.site import Site
 from .passes.state.site_mask import check_agreed
 from .passes.stepping.bypass import warn_of_dense_readers
 from .pruning import scheduled_layers
-from .sites import expect_module, sites_in_force, values_of
+from .sites import Masked, expect_module, sites_in_force, values_of
 from .untold import expect_steps
 
 M = TypeVar("M", bound=nn.Module)
@@ -72,7 +72,7 @@ def step(model: nn.Module, n: int = 1) -> None:
         expect_steps(model, [*counting, *pruned, *learned])
 
 
-def _observe(found: list[tuple[str, Site, torch.Tensor | None]], n: int) -> None:
+def _observe(found: list[Masked], n: int) -> None:
     """Show the gradients of the step to the masks that score by them; their weights are those after it, as no hook has seen them before.
 
     Of several steps at once the last one's gradient is all that there may be.

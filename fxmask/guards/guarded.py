@@ -22,7 +22,7 @@ from ..passes.stepping import elementwise
 from ..passes.stepping.guarded_weight import Guarded, may_freeze
 from ..passes.stepping.held import group_of, ids_of
 from ..passes.stepping.momenta import averages_of
-from ..sites import values_of
+from ..sites import Masked, values_of
 from ..swap import MaskedLayer
 
 Followed = tuple[Site, "torch.Tensor | None"]
@@ -115,9 +115,7 @@ class Held:
             pruning_schedule.follow(m, None)
 
 
-def shared_out(
-    optimizer: Optimizer, found: Iterable[tuple[str, Site, torch.Tensor | None]], scheduled: Iterable[Layer], masked_weights: str, masked_step: bool
-) -> Held:
+def shared_out(optimizer: Optimizer, found: Iterable[Masked], scheduled: Iterable[Layer], masked_weights: str, masked_step: bool) -> Held:
     """What a guard on an optimiser is to hold of these weights and layers. Raises: StateError, UnsupportedError, see `fxmask.guard`."""
     held = Held(masked_weights, scheduled)
     for name, site, weight in found:
@@ -144,7 +142,7 @@ def makers_of(layer: nn.Module) -> Iterator[nn.Parameter]:
     return (p for name, p in layer.named_parameters() if name != "bias" and not name.startswith(("bias_", "parametrizations.bias.")))
 
 
-def warn_of_ranks(found: Iterable[tuple[str, Site, torch.Tensor | None]]) -> None:
+def warn_of_ranks(found: Iterable[Masked]) -> None:
     """FxMaskWarning where ranks were given different masks or scores for a layer, as by a random tensor that each of them draws. All ranks call it together.
 
     No error: stages of a pipeline may give other layers the same name.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
@@ -20,7 +19,7 @@ from ..passes.stepping import elementwise
 from ..passes.stepping.guarded_weight import POLICIES, RETURNING, may_freeze
 from ..passes.stepping.held import group_of
 from ..pruning import scheduled_layers
-from ..sites import required_sites
+from ..sites import Masked, required_sites
 from ..swap import MaskedLayer
 from .guard_handle import GuardHandle, masked_step_of, remove_ended
 from .guarded import makers_of, shared_out, warn_of_ranks
@@ -112,7 +111,7 @@ def _inner(wrapper: Optimizer) -> str:
     return "" if name is None else f": optimizer.{name}"
 
 
-def _refuse_scattered(optimizer: Optimizer, found: list[tuple[str, Site, torch.Tensor | None]]) -> None:
+def _refuse_scattered(optimizer: Optimizer, found: list[Masked]) -> None:
     """UnsupportedError where each process has the momenta of a part of the weights, and a mask by them would differ between processes."""
     by_momenta = [name for name, site, _ in found if "momentum" in phases.values(site._fxmask_given, "criterion")]
     if by_momenta and ranks.several() and ranks.stepping(optimizer) is not optimizer:
@@ -121,7 +120,7 @@ def _refuse_scattered(optimizer: Optimizer, found: list[tuple[str, Site, torch.T
         raise UnsupportedError(message(what, first_of(by_momenta), fix))
 
 
-def _warn_of_made_weights(optimizer: Optimizer, model: nn.Module, found: list[tuple[str, Site, torch.Tensor | None]]) -> None:
+def _warn_of_made_weights(optimizer: Optimizer, model: nn.Module, found: list[Masked]) -> None:
     """FxMaskWarning where `auto` would freeze a weight that is no Parameter, and the optimiser moves what it is made of."""
     made = [(name, site) for name, site, w in found if not isinstance(w, nn.Parameter) and any(map(may_freeze, phases.in_turn(site._fxmask_given)))]
     left = [name for name, site in made if any(p.requires_grad and group_of(optimizer, p) is not None for p in _makers(model, site))]
