@@ -98,6 +98,8 @@ def history_of(log: HealthLog) -> dict[int, dict[str, Any]]:
 
 
 def _reason(c: Candidate, reasons: dict[str, str]) -> str:
-    """Why it is dense. A parameter that rests has nothing saved for it, whatever was asked."""
-    rests = isinstance(c.weight, nn.Parameter) and not c.weight.requires_grad
-    return RESTS if rests and reasons[c.key] == PRUNED_INPUT else reasons[c.key]
+    """Why it is dense. Nothing is saved for a parameter that rests: as it is by now, where the weight is none that comes into a graph."""
+    said = reasons[c.key]
+    if said in (PRUNED_INPUT, RESTS) and isinstance(c.weight, nn.Parameter):
+        return PRUNED_INPUT if c.weight.requires_grad else RESTS
+    return said

@@ -81,6 +81,16 @@ def test_a_layer_whose_weight_rests_says_so():
         assert model[0].weight.grad is None and x.grad is not None and model[2].weight.grad is not None
 
 
+def test_a_layer_rests_or_trains_as_its_weight_does_by_now():
+    model = mlp(torch.float32)
+    model[0].weight.requires_grad_(False)
+    fxmask.apply(model, ActivationPruning(0.5, 16))
+    model[0].weight.requires_grad_()
+    model[2].weight.requires_grad_(False)
+    rows = {r["name"]: r["reason"] for r in fxmask.explain(model).rows}
+    assert rows["0"] == "dense; its input is saved pruned" and "asks for no gradient: nothing is saved" in rows["2"]
+
+
 @pytest.mark.parametrize("configs", [(ActivationPruning(0.5, 16),), (WeightMask(0.5), ActivationPruning(0.5, 16))], ids=["alone", "masked"])
 def test_a_layer_whose_weight_rests_packs_nothing(configs, monkeypatch):
     model, packed, real = fxmask.apply(mlp(torch.float32), *configs), [], prune.compress
