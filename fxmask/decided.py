@@ -17,7 +17,7 @@ from .passes.state.weak_sets import alive
 
 _DECIDED = "_fxmask_decided"
 _layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_times_applied = 0
+_times_applied = 0  # without restores, which give a guard nothing new to look for
 _times_changed = 0
 
 
