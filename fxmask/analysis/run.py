@@ -86,7 +86,8 @@ def analyze(
     phases = _phases(phases)
     _check(impl, memory_model, dtype, steps, progress, masked_step, count_elementwise=count_elementwise, strict=strict)
     steps = plain_int(steps)
-    optimiser.kind_of(optimizer if "opt" in phases else None)
+    optimizer = optimizer if "opt" in phases else None
+    optimiser.kind_of(optimizer)
     args, named = _arguments(inputs, kwargs)
     backward = any(p in phases for p in ("dX", "dW", "opt"))  # what is trained has a gradient
     with cut_off(model) as fading, draw_ops.drawn_by_one_op(impl):
@@ -96,7 +97,7 @@ def analyze(
     for w in works:
         if w.phase == "dX" and w.call is not None and makes_weight(w.call.forward):  # also by an op of a masked layer, whose rule sees a token's gradient in it
             w.phase = "dW"
-    if "opt" in phases and recording.backward:
+    if recording.backward:
         works += optimiser.step(recording, optimizer, works, masked_step, target)
     wanted = {*phases, "db"} if "dW" in phases else {*phases}
     wanted |= {"recompute"} if wanted & {"dX", "dW"} else set() if recording.backward else {"recompute", "dX", "dW", "db"}  # what a forward does itself
@@ -108,7 +109,7 @@ def analyze(
         ops = ", ".join(f"{r['op']} ({r['count']}x, {r['example_shapes']})" for r in rows)
         fix = f"register one: {rows[0]['suggestion']} on a function of the op's arguments that gives its FLOP; or strict=False."
         raise UnsupportedError(message(f"analyze(strict=True) knows no cost of: {ops}.", fix=fix))
-    report = _report(model, recording, works, forward, target_device, optimizer if "opt" in phases else None, steps, impl, rows, shares)
+    report = _report(model, recording, works, forward, target_device, optimizer, steps, impl, rows, shares)
     if dtype is not None:
         report.title += f", counted in {str(dtype).removeprefix('torch.')}"
     if memory_model == "thesis":
