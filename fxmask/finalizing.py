@@ -26,6 +26,7 @@ from .passes.graphs.graph_calls import MASKED_LINEAR, resolve
 from .passes.graphs.graph_site import refuse_split
 from .passes.settings.checks import one_of
 from .passes.settings.config import WeightMask
+from .passes.settings.looks import undecided
 from .passes.state.site import Site
 from .passes.state.site_forward import refuse_lost
 from .passes.state.uncounted import REFRESH, STALE, is_stale, uncounted
@@ -104,11 +105,12 @@ def _warn_of_early(found: list[Masked], kept: dict[str, Tensor]) -> None:
     """FxMaskWarning where these masks are not those that training comes to, or older than their weights."""
     early = [f"{name} at {now:g} of {_end(site):g}" for name, site, _ in found if (now := _ratio(site)) != _end(site)]
     early += [f"{name}, whose masked blocks still count by a factor and become zeros" for name, site, _ in found if site._fxmask_softening]
+    early += [f"{name} at {_ratio(site):g} of {site._fxmask_given.ratio:g}, whose Feedback has measured nothing" for name, site, _ in found if undecided(site)]
     early += [f"{name}, whose mask is older than its ratio" for name, site, _ in found if name in kept and _is_behind(site, kept[name])]
     if early:
         what = f"fxmask.finalize before the schedule has come to its end: {', '.join(early[:3])}{' ...' if len(early) > 3 else ''}."
-        fix = "train on before that, or tell the steps that were taken by fxmask.step(model, n) or fxmask.load_state_dict; a mask that is built every so many "
-        warn(message(what, "", f"{fix}steps and is behind its schedule is brought to it by fxmask.refresh(model). {FINAL_NOW}"))
+        fix = "train on before that, or tell the steps that were taken by fxmask.step(model, n) or fxmask.load_state_dict, losses by fxmask.feedback; a mask "
+        warn(message(what, "", f"{fix}that is built every so many steps and is behind its schedule is brought to it by fxmask.refresh(model). {FINAL_NOW}"))
     old = [name for name, site, weight in found if weight is not None and uncounted(site) and is_stale(site, weight)]
     if old:
         warn(message(f"fxmask.finalize makes permanent {STALE}", first_of(old), f"before that {REFRESH} {FINAL_NOW}"))

@@ -24,6 +24,14 @@ def feedback_of(site: Site, measure: str) -> Feedback | None:
     return schedule if isinstance(schedule, Feedback) and schedule.measure == measure else None
 
 
+def undecided(site: Site) -> bool:
+    """Whether a feedback had nothing to decide by yet: no mean of reported losses, no two looks. Its ratio is the first one then, whatever was trained."""
+    f, p, given = site._fxmask_given.schedule, site._fxmask_progress, site._fxmask_given
+    if p is None or not isinstance(f, Feedback) or p.level or p.next or not f.levels(given.ratio):
+        return False
+    return p.best is None if f.measure == "loss" else (site._fxmask_step - given.start) // f.every < 2
+
+
 def take(site: Site) -> None:
     """An optimiser's step is taken: what was decided since the last one comes into force."""
     p = site._fxmask_progress

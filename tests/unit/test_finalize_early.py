@@ -61,6 +61,25 @@ def test_a_mask_behind_its_feedback_warns():
     assert torch.equal(model[0].weight, with_zeros(mlp(), NAMES, (16, 16), 0.75)[0].weight)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "decides"),
+    [(fxmask.Feedback("loss", every=2), lambda model: fxmask.feedback(model, 1.0)), (fxmask.Feedback("flip_rate", every=1, goal=1e-9), None)],
+)
+def test_a_feedback_that_had_nothing_to_decide_by_warns(schedule, decides):
+    """A loss that nobody reports, a run shorter than two looks: the ratio is the first one, and the model dense. What has decided ends where it is."""
+    model = fxmask.apply(mlp(), ratio=0.75, schedule=schedule)
+    fxmask.step(model, 0)
+    fxmask.step(model)
+    if decides:
+        decides(model)
+    with pytest.warns(FxMaskWarning, match="0.weight at 0 of 0.75, whose Feedback has measured nothing, 2.weight(?s:.)*losses by fxmask.feedback"):
+        fxmask.finalize(copy.deepcopy(model))
+    if decides:
+        decides(model)
+    fxmask.step(model)
+    fxmask.finalize(model)  # without a warning
+
+
 def test_ties_that_stay_are_no_mask_behind_its_feedback():
     model = mlp()
     torch.nn.init.ones_(model[0].weight)
