@@ -50,7 +50,8 @@ def finalize(model: M, format: str = "dense") -> M:
 
     Args:
         format: `dense`: every weight becomes W∘M, the same Parameter with zeros; exports carry them. `bsr`: frozen `torch.sparse_bsr` weights of the masks'
-            blocks, for inference under torch.no_grad (PyTorch has no deepcopy, change of dtype, inference_mode, autocast or backward for them).
+            blocks, for inference under torch.no_grad (PyTorch has no deepcopy, change of dtype, inference_mode, autocast or backward for them). A pickle of the
+            whole model wants fxmask where it is loaded; a plain model takes the state_dict by load_state_dict(..., assign=True).
             `2:4`: frozen `torch.sparse.SparseSemiStructuredTensor` weights, where every row keeps at most 2 of 4 neighbours.
             Of a convolution `dense` alone: zeros in its weight, by which PyTorch convolves densely; it multiplies the others in Linears only. So `bsr` and
             `2:4` raise where convolutions are masked; `finalize(model.head, "2:4")` is of a submodule, and the rest can be finalized densely after it.
