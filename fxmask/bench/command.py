@@ -14,9 +14,8 @@ from ..errors import ConfigError
 from ..places import place
 from . import contenders, floor, interleaved, regret, systems
 from .cells import ANCHORS, CPU_SHAPES, DTYPES, MASKS, PROVIDERS, Cell, make_cells, matching, names
-from .compare import MACHINE
 from .driver import Run, check_device, run_cells
-from .provenance import provenance
+from .provenance import SAME, provenance
 from .summary import crossover_lines, crossovers, plot
 from .table import Row, Table, what
 
@@ -142,8 +141,8 @@ def _numbers(given: str, option: str, kind: type, low: float, high: float) -> tu
 
 
 def _shown(table: Table, shared: Row) -> list[Row]:
-    """Say who wins from where on. A csv may hold rows of other sources, machines or numbers of threads, too."""
-    rows = [r for r in table.rows if all(r[c] == shared[c] for c in MACHINE)]
+    """Say who wins from where on. A csv may hold rows of other sources, machines, drivers or numbers of threads, too."""
+    rows = [r for r in table.rows if all(r[c] == shared[c] for c in SAME)]
     print("\n".join(crossover_lines(rows)))
     return rows
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .cells import Cell
+from .provenance import SAME
 from .table import Row, number, text, what
 
 REFRESHES = (1, 10, 100)
-MACHINE = ("source", "device", "torch", "triton", "threads")
+RATED = ("bf16", "fp16")  # of which the ceilings have a rate
 CELL = ("op", "phase", "provider", "M", "N", "K", "dtype", "block_n", "block_k", "ratio", "mask", "mask_seed")
 
 
@@ -20,7 +21,7 @@ def usable(row: Row) -> bool:
 def _found(rows: list[Row], own: Row, wanted: dict[str, str]) -> Row | None:
     """The latest usable row of the same sources and machine with these values."""
     for row in reversed(rows):
-        if usable(row) and all(row[c] == own.get(c, "") for c in MACHINE) and all(row[c] == v for c, v in wanted.items()):
+        if usable(row) and all(row[c] == own.get(c, "") for c in SAME) and all(row[c] == v for c, v in wanted.items()):
             return row
     return None
 
@@ -30,9 +31,9 @@ def _cell(rows: list[Row], own: Row, cell: Cell) -> Row | None:
 
 
 def roof(ceilings: dict[str, float], row: Row) -> None:
-    """The least time that the measured ceilings allow, and how near the cell came."""
+    """The least time that the measured ceilings allow, and how near the cell came. Nothing in 32 bits, for which the tensor cores have other rates."""
     ms, flops, rate = number(row, "ms_p50"), ceilings.get("flops_per_s"), ceilings.get("bytes_per_s")
-    if ms and flops and rate and row.get("bytes_min"):
+    if ms and flops and rate and row.get("bytes_min") and row["dtype"] in RATED:
         least = max((number(row, "flop_useful") or 0) / flops, (number(row, "bytes_min") or 0) / rate)
         row |= {"t_min_us": text(1e6 * least), "roof_pct": text(1e5 * least / ms)}
 

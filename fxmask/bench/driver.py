@@ -33,7 +33,7 @@ class Run(Session):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.table = Table(self.out / self.csv)
-        self.ceilings = read_ceilings(self.out)
+        self.ceilings = read_ceilings(self.out) if self.device.type == "cuda" else {}  # a GPU's, whose run may have this folder, too
         self.inputs: Inputs | None = None
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from . import sweeps
-from .compare import MACHINE, usable
+from .compare import usable
 from .driver import read_ceilings
 from .goals import NOT_MEASURED
 from .parts import PARTS
+from .provenance import SAME
 from .table import Row, Table, number
 
 
@@ -22,7 +23,7 @@ def latest(table: Callable[[], Table], say: Callable[[str], None], also: Sequenc
     except ConfigError as e:
         say(f"not read: {e}")
         return []
-    return [r for r in rows if all(r[c] == rows[-1][c] for c in (*MACHINE, *also))]
+    return [r for r in rows if all(r[c] == rows[-1][c] for c in (*SAME, *also))]
 
 
 def rows_of(out: Path, say: Callable[[str], None] = print) -> dict[str, list[Row]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .compare import usable
+from .compare import RATED, usable
 from .summary import crossovers
 from .table import Row, number
 
@@ -47,7 +47,7 @@ def bound(row: Row | None, ceilings: Mapping[str, float]) -> str:
     flops, size, asked = (number(row, c) for c in ("flop_issued", "bytes_min", "bytes_req"))
     rate = ceilings.get(f"l2_bytes_per_s_{ROW_BYTES.get(row['block_k'], 128)}")
     l2 = f", L2 asked for {asked / ms / 1e9:.1f}{f' of {rate / 1e12:.1f}' if rate else ''} TB/s" if asked else ""
-    if not ceilings.get("flops_per_s") or not ceilings.get("bytes_per_s"):
+    if row["dtype"] not in RATED or not ceilings.get("flops_per_s") or not ceilings.get("bytes_per_s"):
         return f"ceilings not measured{l2}"
     parts = {"MMA": 1e3 * (flops or 0) / ceilings["flops_per_s"], "HBM": 1e3 * (size or 0) / ceilings["bytes_per_s"]}
     if rate and asked:

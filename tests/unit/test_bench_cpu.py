@@ -138,10 +138,14 @@ def test_a_wrong_contender_fails(tmp_path, monkeypatch, value):
         assert not wrong or not float(r["max_err"]) <= 0.5
 
 
-def test_rows_of_other_sources_do_not_count(tmp_path, monkeypatch):
+OTHER = {"source_hash": lambda: "0" * 12, "_triton": lambda real=provenance._triton: (real()[0], "another ptxas")}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_rows_of_other_sources_and_compilers_do_not_count(tmp_path, monkeypatch, name):
     """What failed once, in a version that is gone, is no failure of this one."""
     with monkeypatch.context() as m:
-        m.setattr(provenance, "source_hash", lambda: "0" * 12)
+        m.setattr(provenance, name, OTHER[name])
         m.setattr(implementation, "masked_linear", lambda x, w, *_: x.new_zeros(len(x), len(w)))
         assert bench(tmp_path)[0] == 1
     status, rows = bench(tmp_path)

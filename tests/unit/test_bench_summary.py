@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxmask.bench import cells, compare, device_stages, findings, goals, gpu, summary, sweeps, table
+from fxmask.bench import cells, compare, device_stages, findings, goals, gpu, provenance, summary, sweeps, table
 from fxmask.bench.dropping import DROPOUT
 from fxmask.bench.nm import NM_PART
 from fxmask.bench.parts import PARTS
@@ -70,14 +70,35 @@ def test_refresh_columns():
     assert (row["ms_refresh_1"], row["ms_refresh_10"], row["ms_refresh_100"]) == ("1.8", "1.08", "1.008")
 
 
-@pytest.mark.parametrize(("ran", "ms"), [("forward triton", "0.3"), ("forward masked_dense", "0.1")])
-def test_lists_are_added_where_kernels_ran(ran, ms):
-    cell = cells.Cell("forward", "forward", 8192, 4096, 4096, "bf16", (64, 64), 0.8, "random", 0, "fxmask_auto")
-    own = dict.fromkeys(table.COLUMNS, "") | {"ms_p50": "1", "ran": ran}
+OWN = cells.Cell("forward", "forward", 8192, 4096, 4096, "bf16", (64, 64), 0.8, "random", 0, "fxmask_triton")
+
+
+@pytest.mark.parametrize(
+    ("by", "ran", "ms"), [("fxmask_auto", "forward triton", "0.3"), ("fxmask_auto", "forward masked_dense", "0.1"), ("fxmask_triton", "", "5.2")]
+)
+def test_lists_are_added_where_kernels_ran(by, ran, ms):
+    cell, own = OWN.by(by), dict.fromkeys(table.COLUMNS, "") | {"ms_p50": "1", "ran": ran}
     made = (("block_index", "fxmask_auto", "0.1"), ("block_index", "fxmask_triton", "5"), ("lists", "fxmask_triton", "0.2"), ("lists", "fxmask_reference", "7"))
     rows = [synthetic(by, 0.8, "", op="metadata", phase=phase, block_k="64", ms_p50=t) for phase, by, t in made]
+    rows += [r | {"ms_p50": "9"} | other for r in rows for other in ({"dtype": "fp32"}, {"N": "1024"}, {"block_k": "32"})]  # of other weights
     compare.with_refreshes(rows, cell, own)
     assert own["metadata_ms"] == ms
+
+
+def baselines(dense, masked):
+    """Rows of the two baselines of OWN, by what tells them from one another."""
+    made = ((OWN.dense(), dense), (OWN.by("masked_dense"), masked))
+    return [dict.fromkeys(table.COLUMNS, "") | table.what(c) | {"gate": "pass", "verdict": "ok", "driver": "1", **times} for c, times in made]
+
+
+def test_a_row_stands_beside_the_latest_baselines_that_may_be_compared():
+    times = [{"ms_p50": "3", "cold_ms_p50": "4"}, {"ms_p50": "2", "cold_ms_p50": "5"}]
+    wrong = ({"verdict": "none: load 9 on 2 cores"}, {"gate": "fail"}, *({c: "other"} for c in provenance.SAME), {"dtype": "fp16"}, {"M": "1"})
+    later = [r | {"ms_p50": "90"} | w for w in wrong for r in baselines(*times)]
+    before = baselines({"ms_p50": "70"}, {"ms_p50": "70"})
+    own = dict.fromkeys(table.COLUMNS, "") | {"driver": "1", "ms_p50": "1", "cold_ms_p50": "2"}
+    compare.with_baselines([*before, *baselines(*times), *later], OWN, own)
+    assert (own["x_dense"], own["x_best"], own["cold_x_dense"], own["cold_x_best"]) == ("3", "2", "2", "2")
 
 
 def test_every_column_is_explained():
@@ -93,6 +114,7 @@ def test_a_bound_by_the_l2():
     assert goals.bound(row, ceilings | rates) == "L2 80 %, L2 asked for 4.0 of 5.0 TB/s"  # in rows of 32 bytes
     assert goals.bound(row | {"block_k": "128"}, ceilings | rates) == "L2 67 %, L2 asked for 4.0 of 6.0 TB/s"
     assert goals.bound(row | {"block_k": "128"}, rates) == "ceilings not measured, L2 asked for 4.0 of 6.0 TB/s"
+    assert goals.bound(row | {"dtype": "tf32"}, ceilings) == "ceilings not measured, L2 asked for 4.0 TB/s"  # the rate is bf16's
 
 
 def of_part(part, **values):

@@ -1,0 +1,90 @@
+"""The clocks of `fxmask bench`: percentiles, a CPU's times, and a GPU's by events that a test makes up."""
+
+import contextlib
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fxmask.bench import clock, table
+
+
+def test_percentiles():
+    assert clock.percentiles([float(n) for n in range(101)]) == (10, 50, 90)
+
+
+def test_the_clock_of_a_cpu_tells_sleep_from_work():
+    calls = []
+    times = clock.time_cpu(lambda: calls.append(time.sleep(0.004)), 60.0)
+    assert 4 <= times.warm[0] <= times.warm[1] <= times.warm[2] and len(calls) == 1 + clock.SAMPLES
+    assert times.cpu < 0.8 * times.warm[1] and times.how == "wall" and times.cold is None
+
+
+def test_a_cpu_is_sampled_a_few_times_though_no_time_is_left():
+    calls = []
+    clock.time_cpu(lambda: calls.append(0), 0.0, 3)
+    assert len(calls) == 4
+
+
+def test_more_load_than_cores_is_a_busy_machine(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert [table.verdict_of(load) for load in (None, 4.0, 4.1)] == ["ok", "ok", "none: load 4.1 on 4 cores"]
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_the_clock_of_a_gpu_tells_a_call_of_a_graph_and_a_cold_cache(monkeypatch, captured):
+    """Events on a clock of the test: a call takes 0.01 ms, behind a write of the flush buffer, which takes 7, it takes 0.5 ms more."""
+    now, cold, recording, graphs = [0.0], [0.0], [False], []
+
+    def call():
+        if not recording[0]:
+            now[0] += 0.01 + cold[0]
+            cold[0] = 0.0
+        elif captured:
+            graphs[-1].calls += 1
+        else:
+            raise RuntimeError("a host sync")
+
+    class Graph:
+        calls = 0
+
+        def replay(self):
+            recording[0] = False
+            for _ in range(self.calls):
+                call()
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = now[0]
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    @contextlib.contextmanager
+    def graph(g):
+        graphs.append(g)
+        recording[0] = True
+        try:
+            yield
+        finally:
+            recording[0] = False
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes = {"CUDAGraph": Graph, "graph": graph, "Event": Event, "Stream": lambda: stream, "current_stream": lambda: stream, "synchronize": lambda: None}
+    for name, fake in {**fakes, "stream": contextlib.nullcontext}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    buffer = SimpleNamespace(zero_=lambda: (now.__setitem__(0, now[0] + 7), cold.__setitem__(0, 0.5)))
+    times = clock.time_cuda(call, buffer, 10)
+    assert times.warm == pytest.approx((0.01,) * 3) and times.cold == pytest.approx((0.51,) * 3)
+    assert (times.how, [g.calls for g in graphs]) == (("graph", [5, 1]) if captured else ("launches", [0, 0]))
+
+
+@pytest.mark.parametrize(("cache", "size"), [(100 << 20, 200 << 20), (1 << 20, 128 << 20)])
+def test_what_flushes_a_cache_is_larger(monkeypatch, cache, size):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=cache))
+    assert clock.flush_buffer(torch.device("meta")).nbytes == size
