@@ -88,8 +88,9 @@ def measure(run: Run, cell: Cell) -> Row:
             row |= {"max_err": text(verdict.max_err), "base_err": text(verdict.base_err)}
             if not verdict.passed:
                 return {**row, "gate": "fail", "verdict": f"none: {verdict.why}"}
-            row |= {"gate": "pass", "ran": providers.ran(i)}
+            row["ran"] = providers.ran(i)
             _time(run, cell, call, row)
+            row["gate"] = "pass"  # a call that raises while it is timed has failed, too
     except torch.cuda.OutOfMemoryError:
         run.inputs = None
         torch.cuda.empty_cache()

@@ -60,8 +60,9 @@ def measure(session: Session, part: Part, cell: Any) -> Row:
             row["max_err"] = text(error)
             if why:
                 return {**row, "verdict": f"none: {why}"}
-            row |= {"gate": "pass", **session.timed(ready.call)}
-            row |= {name: text(value) for name, value in ready.worth(float(row["ms_p50"])).items()}
+            times = session.timed(ready.call)
+            worth = ready.worth(float(times["ms_p50"]))
+            row |= {"gate": "pass", **times, **{name: text(value) for name, value in worth.items()}}
     except Exception as e:
         return {**row, "verdict": words(e)}
     return row

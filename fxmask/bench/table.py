@@ -80,7 +80,11 @@ class Table:
             where = path if path.parent.is_dir() else path.parent
             raise ConfigError(message(f"the csv cannot be written: {e.strerror or e}.", str(where), "name a file that you may write to.")) from None
         self.rows = read(path, self.columns) if path.exists() and path.stat().st_size else []
-        self.keys = {key(row, self.names) for row in self.rows if not row["verdict"].startswith(BUSY)}  # what a busy machine measured is measured again
+        self.keys = self._measured(self.rows)
+
+    def _measured(self, rows: Iterable[Row]) -> set[tuple[str, ...]]:
+        """What a busy machine measured is measured again."""
+        return {key(row, self.names) for row in rows if not row["verdict"].startswith(BUSY)}
 
     def __contains__(self, row: Row) -> bool:
         return key(row, self.names) in self.keys
@@ -111,7 +115,7 @@ class Table:
         with self.path.open("ab", buffering=0) as f:
             f.write(lines.getvalue().encode())
         self.rows += full
-        self.keys |= {key(row, self.names) for row in full}
+        self.keys |= self._measured(full)
 
     def _rewritten(self) -> bytes:
         """An older file with this version's columns, whole or not at all; what it holds now."""

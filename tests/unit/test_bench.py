@@ -150,7 +150,11 @@ def test_a_wrong_provider_gets_no_time(tmp_path):
     def raises(i):
         raise ValueError("no such kernel")
 
-    for name, bad in (("wrong", wrong), ("unwritten", unwritten), ("raises", raises)):
+    def raises_later(i):  # the first call is judged, others are timed
+        calls = iter([providers.REGISTRY["fxmask_reference"](i)])
+        return lambda: next(calls)()
+
+    for name, bad in (("wrong", wrong), ("unwritten", unwritten), ("raises", raises), ("later", raises_later)):
         run, _ = make_run(tmp_path / name, registry={**providers.REGISTRY, "fxmask_reference": bad})
         run_cells(run, some_cells("forward/*/b64x64/r0.8/*"))
         rows = {r["provider"]: r for r in run.table.rows}
@@ -169,6 +173,13 @@ def test_a_busy_machine_gives_no_verdict(tmp_path):
     quiet, said = make_run(tmp_path)
     run_cells(quiet, some_cells("forward/*/b64x64/r0.8/*"))
     assert len(said) >= 4 and quiet.table.rows[-1]["verdict"] == "ok"  # measured again
+
+
+def test_a_table_holds_what_it_was_given_but_for_what_a_busy_machine_measured(tmp_path):
+    busy, ok = ({"op": op, "verdict": verdict} for op, verdict in (("dx", f"{table.BUSY} 9 on 2 cores"), ("dw", "ok")))
+    made = table.Table(tmp_path / CSV)
+    made.extend([busy, ok])
+    assert [row in of for of in (made, table.Table(tmp_path / CSV)) for row in (busy, ok)] == [False, True] * 2
 
 
 def test_time_limit(tmp_path):

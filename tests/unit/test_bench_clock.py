@@ -1,4 +1,4 @@
-"""The clocks of `fxmask bench`: percentiles, a CPU's times, and a GPU's by events that a test makes up."""
+"""The clocks of `fxmask bench`: percentiles, a CPU's times, and a GPU's by events that a test makes up; when a run ends."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fxmask.bench import clock, table
+from fxmask.bench import clock, session, table
 
 
 def test_percentiles():
@@ -31,6 +31,24 @@ def test_a_cpu_is_sampled_a_few_times_though_no_time_is_left():
 def test_more_load_than_cores_is_a_busy_machine(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     assert [table.verdict_of(load) for load in (None, 4.0, 4.1)] == ["ok", "ok", "none: load 4.1 on 4 cores"]
+
+
+def test_a_cell_is_as_long_as_the_longest_of_late(monkeypatch):
+    now, said = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    begun = []
+    for cell in session.within("abcde", 20.05, said.append):
+        begun.append(cell)
+        now[0] += 10 if cell == "a" else 1
+    assert begun == ["a", "b", "c"] and said == ["stopped by the time limit of 20.05 s with 2 cells left; the same command goes on from here"]
+
+
+def test_a_device_that_answers_no_more_ends_the_run(monkeypatch, tmp_path):
+    said, done = [], []
+    run = session.Session(torch.device("cpu"), tmp_path, say=said.append)
+    monkeypatch.setattr(run, "alive", lambda: False)  # asked where a cell has no verdict
+    assert run.over(["ok", "ok", "none: AcceleratorError", "ok", "ok"], lambda cell: {"verdict": cell}, lambda cell, row: done.append(cell)) == 2
+    assert done == ["ok", "ok", "none: AcceleratorError"] and said[0].startswith("the device answers no more, with 2 cells left")
 
 
 @pytest.mark.parametrize("captured", [True, False])

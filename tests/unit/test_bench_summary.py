@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxmask.bench import cells, compare, device_stages, findings, goals, gpu, provenance, summary, sweeps, table
+from fxmask.bench import cells, compare, device_stages, findings, goals, gpu, summary, sweeps, table
 from fxmask.bench.dropping import DROPOUT
 from fxmask.bench.nm import NM_PART
 from fxmask.bench.parts import PARTS
@@ -85,6 +85,9 @@ def test_lists_are_added_where_kernels_ran(by, ran, ms):
     assert own["metadata_ms"] == ms
 
 
+SAME = ("fxmask", "source", "device", "driver", "torch", "triton", "ptxas", "threads")
+
+
 def baselines(dense, masked):
     """Rows of the two baselines of OWN, by what tells them from one another."""
     made = ((OWN.dense(), dense), (OWN.by("masked_dense"), masked))
@@ -93,7 +96,7 @@ def baselines(dense, masked):
 
 def test_a_row_stands_beside_the_latest_baselines_that_may_be_compared():
     times = [{"ms_p50": "3", "cold_ms_p50": "4"}, {"ms_p50": "2", "cold_ms_p50": "5"}]
-    wrong = ({"verdict": "none: load 9 on 2 cores"}, {"gate": "fail"}, *({c: "other"} for c in provenance.SAME), {"dtype": "fp16"}, {"M": "1"})
+    wrong = ({"verdict": "none: load 9 on 2 cores"}, {"gate": "fail"}, *({c: "other"} for c in SAME), {"dtype": "fp16"}, {"M": "1"})
     later = [r | {"ms_p50": "90"} | w for w in wrong for r in baselines(*times)]
     before = baselines({"ms_p50": "70"}, {"ms_p50": "70"})
     own = dict.fromkeys(table.COLUMNS, "") | {"driver": "1", "ms_p50": "1", "cold_ms_p50": "2"}

@@ -1,13 +1,14 @@
 """`fxmask bench --system`: activation pruning, block dropout and N:M masks beside the dense layer, on the CPU as a device of its own."""
 
 import csv
+import dataclasses
 import os
 import platform
 
 import pytest
 import torch
 
-from fxmask.bench import dropping, nm, provenance, pruning, systems
+from fxmask.bench import clock, dropping, nm, provenance, pruning, systems
 from fxmask.cli import main
 from fxmask.kernels import dropout_ops
 
@@ -72,6 +73,23 @@ def test_a_wrong_result_gets_no_time(tmp_path, capsys, monkeypatch):
     assert bench("dropout", tmp_path, "--cells", "dense/*,fxmask/*/0.5") == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.split()[0] == "fxmask" and "none: dW" in last
+
+
+@pytest.mark.parametrize("when", ["timed", "read"])
+def test_a_cell_that_raises_behind_its_gate_has_failed(tmp_path, monkeypatch, when):
+    """While it is timed, or while what its time tells is read off, as by another launch."""
+
+    def raises(*_):
+        raise RuntimeError("an illegal access")
+
+    if when == "timed":
+        monkeypatch.setattr(clock, "time_cpu", raises)
+    else:
+        worthless = dataclasses.replace(nm.NM_PART, prepare=lambda *given: nm.prepare(*given)._replace(worth=raises))
+        monkeypatch.setitem(systems.SYSTEMS, "nm", worthless)
+    assert bench("nm", tmp_path) == 1
+    with (tmp_path / "nm.csv").open(newline="") as file:
+        assert {(r["gate"], r["ms_p50"], r["verdict"]) for r in csv.DictReader(file)} == {("fail", "", "none: RuntimeError: an illegal access")}
 
 
 def test_a_busy_machine_gets_no_ratio(tmp_path, capsys, monkeypatch):

@@ -89,6 +89,12 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path):
     assert len(fit_choice.read(str(path))) == 1
 
 
+def test_rows_of_the_last_sources_and_machine_alone_are_fitted(tmp_path):
+    path = tmp_path / "bench.csv"
+    path.write_bytes(recorded() + b"".join(recorded(**{name: "other"}).splitlines()[1] + b"\n" for name in ("source", "device")) + recorded().splitlines()[1])
+    assert [(r["source"], r["device"]) for r in fit_choice.read(str(path))] == [tuple(table.read(path)[0][c] for c in ("source", "device"))] * 2
+
+
 def test_predictions_are_near_the_recorded_steps():
     for (tokens, shape, block, density), factor in recorded_steps():
         assert gpu_choice.factor(tokens, shape, block, density) == pytest.approx(factor, rel=0.2)
