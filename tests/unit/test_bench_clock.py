@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fxmask.bench import clock, session, table
+from fxmask.bench import clock, session, stopwatch, table
 
 
 def test_percentiles():
@@ -31,6 +31,27 @@ def test_a_cpu_is_sampled_a_few_times_though_no_time_is_left():
 def test_more_load_than_cores_is_a_busy_machine(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     assert [table.verdict_of(load) for load in (None, 4.0, 4.1)] == ["ok", "ok", "none: load 4.1 on 4 cores"]
+
+
+@pytest.mark.parametrize(("threads", "name", "least"), [(1, "process", 0.0), (2, "wall", 0.02)])
+def test_a_stopwatch_of_a_cpu_looks_at_process_time_on_one_thread_alone(monkeypatch, threads, name, least):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    watch = stopwatch.Stopwatch(torch.device("cpu"))
+    took = watch(lambda: time.sleep(0.02))
+    assert watch.name == name and least <= took and (name == "wall" or took < 0.02)
+
+
+def test_a_stopwatch_of_a_gpu_gives_seconds(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 250.0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert stopwatch.Stopwatch(torch.device("cuda"))(lambda: None) == 0.25
+
+
+def test_turns_come_in_changing_order_until_the_time_is_spent():
+    found = list(stopwatch.turns("ab", 0.0, 8))
+    pairs = [found[i][1] + found[i + 1][1] for i in range(0, 16, 2)]
+    assert [turn for turn, _ in found] == [t for t in range(8) for _ in "ab"] and set(pairs) == {"ab", "ba"}
+    assert len(list(stopwatch.turns("a", 60.0, 1))) == clock.SAMPLES
 
 
 def test_a_cell_is_as_long_as_the_longest_of_late(monkeypatch):
