@@ -267,8 +267,9 @@ def test_inputs_stay_as_they_are():
     fxmask.advise(model[1], (x * 2,), **SMALL)
     plain = before.clone()
     fxmask.advise(model, (plain,), **SMALL)
-    with torch.inference_mode():
-        fxmask.advise(model[1], (torch.randn(8, 64),), **SMALL)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            fxmask.advise(model[1], (torch.randn(8, 64),), **SMALL)
     assert x.grad is None and torch.equal(x.detach(), before) and torch.equal(plain, before)
 
 
@@ -339,6 +340,7 @@ WRONG = {
     "loss of none": (lambda: fxmask.advise(nn.Linear(64, 64), X, loss=lambda y: 1.0, **SMALL), "one number with a gradient, got float"),
     "lbfgs": (lambda: fxmask.advise(nn.Linear(64, 64), X, optimizer=torch.optim.LBFGS, **SMALL), "an optimiser that needs none, got LBFGS"),
     "pruned": (lambda: fxmask.advise(fxmask.apply(nn.Linear(64, 64), fxmask.ActivationPruning()), X), "expected one without masks"),
+    "dropped": (lambda: fxmask.advise(fxmask.apply(nn.Linear(64, 64), fxmask.BlockDropout(p=0.5)), X), "expected one without masks"),
     "compiled": (lambda: fxmask.advise(torch.compile(nn.Linear(64, 64)), X, **SMALL), r"advise: .* got one that is compiled(.|\n)*call fxmask\.advise on the"),
     "no module": (lambda: fxmask.advise(len, X), "expected an nn.Module, got builtin"),
     "an optimiser": (lambda: fxmask.advise(m := nn.Linear(64, 64), X, optimizer=torch.optim.SGD(m.parameters()), **SMALL), "got an instance of SGD.$"),

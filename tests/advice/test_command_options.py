@@ -7,6 +7,7 @@ from torch import nn
 import fxmask
 from fxmask import cli
 from fxmask.advice import command
+from fxmask.advice.advise import BLOCKS, RATIOS
 
 CPU = torch.device("cpu")
 
@@ -63,3 +64,11 @@ def test_a_gpu_that_is_not_here_is_told(monkeypatch, capsys, usable, name):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert cli.main(["advise", "torch.nn:Flatten", "--device", name, "--input", "8x64"]) == 2
     assert f"--device: expected a device that is here, cpu or cuda, got {name!r}" in capsys.readouterr().err
+
+
+def test_the_help_says_what_is_tried_by_default(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["advise", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    cpu, gpu = (" ".join(map(str, BLOCKS[device])) for device in ("cpu", "cuda"))
+    assert f"({cpu}; on a GPU {gpu})" in said and f"({' '.join(map(str, RATIOS))})" in said

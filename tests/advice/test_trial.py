@@ -26,6 +26,13 @@ def test_steps_are_timed_in_turns_after_one_that_does_not_count(monkeypatch):
     assert ran == ["dense", "masked", "masked", "dense", "dense", "masked", "masked", "dense"] and steps.FEWEST == 3
 
 
+def test_steps_are_no_more_than_a_dozen_though_there_is_time(monkeypatch):
+    monkeypatch.setattr(steps, "Stopwatch", lambda device: lambda step: step())
+    ran: list[float] = []
+    steps.step_seconds({"dense": lambda: ran.append(1.0) or 1.0}, CPU, 60.0)
+    assert len(ran) == 1 + steps.MOST == 13
+
+
 @pytest.mark.parametrize("make", [None, lambda p: torch.optim.SGD(p, 0.0)], ids=["no optimiser", "one"])
 def test_gradients_are_those_of_one_step(make):
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
@@ -111,6 +118,24 @@ def test_a_trial_says_what_its_steps_lose_to_page_faults(monkeypatch):
     assert len(notes) == 1 and "page faults" in notes[0]
 
 
+def test_a_copy_is_in_training():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout()).eval()
+    made = trial.copied(model)
+    assert made.training and made[1].training and not model.training and not model[1].training
+
+
+def test_a_trial_counts_faults_behind_the_first_steps_and_takes_half_of_the_time(monkeypatch):
+    """Of what is left the other half is for a second trial."""
+    order, given = [], []
+    monkeypatch.setattr(trial, "stepper", lambda model, *_: lambda: order.append("step"))
+    monkeypatch.setattr(trial, "usage", lambda: order.append("usage") or (0.0, 0.0, 0))
+    monkeypatch.setattr(trial, "step_seconds", lambda made, device, seconds: given.append(seconds) or dict.fromkeys(made, 1.0))
+    a = a_trial(0)
+    a.of(Plan(0.5, {"0": (32, 32)}, 0.001, 2.0), time.perf_counter() + 1000, [])
+    a.dense(7.0)
+    assert order == ["step", "step", "usage", "usage"] and given == [pytest.approx(500, abs=30), 7.0]
+
+
 def test_a_dense_step_leaves_no_gradients_behind():
     a = a_trial()
     assert a.dense(0.0) > 0 and all(p.grad is None for p in a.model.parameters())
@@ -124,8 +149,10 @@ class Around(nn.Sequential):
 def test_the_search_leaves_time_for_a_trial_and_has_what_apply_would_mask(monkeypatch, check, share):
     """NumPy's numbers are Python's by then, and a pattern may be the type of a module around a layer."""
     given = []
+    dense = []
+    monkeypatch.setattr(trial.Trial, "dense", lambda self, seconds: dense.append(seconds) or 1.0)
     monkeypatch.setattr(advise, "search", lambda *args: given.extend((*args, time.perf_counter())) or [])
     model = nn.Sequential(nn.Linear(64, 64), Around(nn.Linear(64, 64)))
     fxmask.advise(model, torch.randn(8, 64), seconds=1000.0, refresh=np.int64(3), check=check, exclude=[Around])
     layers, _, _, _, refresh, until, now = given
-    assert [layer.name for layer in layers] == ["0"] and type(refresh) is int and until - now == pytest.approx(1000 * share, abs=90)
+    assert [layer.name for layer in layers] == ["0"] and type(refresh) is int and dense == [200.0] and until - now == pytest.approx(1000 * share, abs=90)

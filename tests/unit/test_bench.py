@@ -313,6 +313,20 @@ def test_costs_of_the_kernels():
         assert found["flop_issued"] >= found["flop_useful"] and found["bytes_req"] >= found["bytes_min"] > 0
 
 
+@pytest.mark.parametrize(("op", "products"), [("forward", 1), ("dx", 1), ("dw", 1), ("step", 3)])
+def test_costs_of_the_others(op, products):
+    """Their FLOP and bytes are those of the mathematics; what a library's sparse product issues is unknown."""
+    i = inputs.make_inputs(cells.Cell(op, "-", 40, 96, 64, "fp32", (32, 32), 0.5, "random", 0, "masked_dense"), CPU)
+    whole, own, ends = 2 * products * 40 * 96 * 64, 2 * products * 40 * 96 * 64 // 2, 40 * 64 + 40 * 96
+    assert costs.cost_of(i) == {"flop_useful": own, "bytes_min": 4 * products * (ends + 96 * 64 // 2), "flop_issued": whole}
+    i.cell = i.cell.by("torch_bsr")
+    assert costs.cost_of(i) == {"flop_useful": own, "bytes_min": 4 * products * (ends + 96 * 64 // 2)}
+    dense = inputs.make_inputs(i.cell.dense(), CPU)
+    assert costs.cost_of(dense) == {"flop_useful": whole, "bytes_min": 4 * products * (ends + 96 * 64), "flop_issued": whole}
+    i.cell = cells.replace(i.cell, op="metadata", phase="block_index", provider="fxmask_reference")
+    assert costs.cost_of(i) == {"bytes_min": costs.layer_cost.block_index((96, 64), (32, 32), 4, False).bytes_min}
+
+
 def test_gate_of_lists():
     i = inputs.make_inputs(cells.Cell("metadata", "lists", 1, 96, 64, "fp32", (16, 16), 0.5, "random", 0, "fxmask_reference"), CPU)
     call = providers.REGISTRY["fxmask_reference"](i)
