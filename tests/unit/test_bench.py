@@ -198,9 +198,10 @@ def test_a_cell_that_fails_is_said_before_a_picture_that_cannot_be_written(tmp_p
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setitem(providers.REGISTRY, "fxmask_reference", lambda i: lambda: (torch.zeros(i.cell.M, i.cell.N),))
-    (tmp_path / "crossover.png").mkdir()
+    (tmp_path / "out" / "crossover.png").mkdir(parents=True)
     args = ["bench", "--device", "cpu", "--op-by-op", "--quick", "--shapes", TINY[0], "--cells", "forward/*/b64x64/r0.8/*", "--sample-s", "0"]
-    assert main([*args, "--plot", "--out", str(tmp_path)]) == 2
+    assert main([*args, "--out", str(tmp_path)]) == 1 and "gate: fxmask_reference forward" in capsys.readouterr().out
+    assert main([*args, "--plot", "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr()
     assert "gate: fxmask_reference forward" in said.out and "Is a directory" in said.err
 

@@ -35,6 +35,15 @@ def test_the_sums_of_the_loads():
     assert (seen == 1).all()
 
 
+def test_what_the_probes_do_is_counted():
+    pytest.importorskip("triton")
+    load = probes.prepare_load(probes.Load("L2", "pointer", 64, 4, 4), CPU)
+    tile = 128 * 64 * 2  # bytes; six of them, loaded twice by eight programs, are two steps each
+    assert load.worth(2.0) == {"set_bytes": 6 * tile, "bytes": 8 * 2 * tile, "tb_per_s": 8 * 2 * tile / 2e-3 / 1e12}
+    multiply = probes.prepare_multiply(probes.Multiply(32, 4), CPU)
+    assert multiply.worth(2.0)["flop"] == 2 * 8 * 3 * 64 * 32 * 128  # of eight programs, three steps each
+
+
 def test_cells_of_the_parts():
     loads = probes.load_cells(CPU, False)
     assert {(c.level, c.by, c.row_bytes) for c in loads} == {(v, b, r) for v in ("L2", "HBM") for b in ("tma", "pointer") for r in (128, 64, 32)}

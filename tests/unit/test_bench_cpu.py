@@ -163,7 +163,8 @@ def test_list_and_globs(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("option", "value"), [
-    ("--blocks", "wide"), ("--blocks", "0"), ("--ratios", "half"), ("--ratios", "1.5"), ("--providers", "cublas"), ("--shapes", "12"), ("--threads", "-1"),
+    ("--blocks", "wide"), ("--blocks", "0"), ("--ratios", "half"), ("--ratios", "1"), ("--ratios", "1.5"),
+    ("--providers", "cublas"), ("--shapes", "12"), ("--threads", "-1"),
 ])  # fmt: skip
 def test_options_that_cannot_be_meant(tmp_path, capsys, option, value):
     assert bench(tmp_path, option, value) == (2, [])
@@ -178,6 +179,7 @@ def test_options_that_cannot_be_meant(tmp_path, capsys, option, value):
         (("--dispatch", "-2"), "--dispatch -2: expected at least 1."),
         (("--sample-s", "nan"), "--sample-s nan: expected at least 0."),
         (("--time-limit", "-1"), "--time-limit -1.0: expected at least 0."),
+        (("--seed", str(-(1 << 53))), "--seed -9007199254740992: expected a number nearer to 0 than 2^53."),
         (("--dispatch", "2", "--floor", "--blocks", "32"), "expected --cells to choose among them, got --blocks, --floor."),
         (("--floor", "--masks", "rows"), "--floor: its cells are fixed; expected --cells to choose among them, got --masks."),
         (("--op-by-op", "--ratios", "0.5"), "--op-by-op: its cells are fixed; expected --cells to choose among them, got --ratios."),

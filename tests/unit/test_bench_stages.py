@@ -1,5 +1,6 @@
 """The machinery of the GPU run, with dummy stages."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxmask.bench import gpu
-from fxmask.bench.stages import LOG, RESULTS, Stage, python, run_stages
+from fxmask.bench import device_stages, gpu, nm
+from fxmask.bench.clock import Times
+from fxmask.bench.stages import LOG, RESULTS, Result, Stage, python, run_stages
 from fxmask.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,6 +113,39 @@ def test_gpu_run_without_a_device(tmp_path, capsys):
     assert gpu.main(["--out", str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err.startswith("make gpu: expected a CUDA device, got none (torch ")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("skipped", 0), ("failed", 1), ("timeout", 1)])
+def test_a_stage_that_failed_or_hung_fails_the_run(tmp_path, monkeypatch, status, code):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "run_stages", lambda stages, *_, **__: [Result(s.name, status if s.name == "nm" else "ok") for s in stages])
+    assert gpu.main(["--stages", "nm,quick", "--out", str(tmp_path)]) == code
+
+
+def test_ceilings_are_in_units_a_second(tmp_path, monkeypatch, capsys):
+    """2 ms for the product, 4 ms for as many bytes as are read, and written."""
+    took = iter((2.0, 4.0))
+    monkeypatch.setattr(device_stages, "check_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr(device_stages, "flush_buffer", lambda device: None)
+    monkeypatch.setattr(device_stages, "time_cuda", lambda call, flush, samples: Times((0.0, next(took), 0.0), "graph"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 9 << 30))
+    assert device_stages.ceilings(tmp_path) == 0
+    assert json.loads((tmp_path / "ceilings.json").read_text()) == {"flops_per_s": 2 * 8192**3 / 2e-3, "bytes_per_s": 2 * (2 << 30) / 4e-3}
+    assert "550 TFLOP/s (2.000 ms); a kernel that copies: 1.07 TB/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_stage_fails_where_a_cell_does(tmp_path, monkeypatch, capsys, right):
+    monkeypatch.setattr(device_stages, "check_device", lambda name: torch.device("cpu"))
+    monkeypatch.setattr(nm, "TINY", (8, 4, 8))
+    cells = [nm.NM(provider, "step", *nm.TINY, "fp32") for provider in ("dense", "masked_dense")]
+    part = dataclasses.replace(nm.NM_PART, cells=lambda device, quick: cells)
+    monkeypatch.setitem(device_stages.PARTS, "nm", part)
+    if not right:
+        monkeypatch.setitem(nm.STEPS, "masked_dense", lambda tensors: (*nm.dense(tensors)[:3], nm.nm.magnitude_mask(tensors[1], 2, 4)))
+    assert device_stages.main(["nm", "--out", str(tmp_path)]) == (0 if right else 1)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "nm.csv: 2 of 2 cells, 0 failed, 0 left" if right else said.startswith("nm.csv: 1 of 2 cells, 1 failed, 0 left none: y: error")
 
 
 @pytest.mark.slow

@@ -120,6 +120,40 @@ def test_a_bound_by_the_l2():
     assert goals.bound(row | {"dtype": "tf32"}, ceilings) == "ceilings not measured, L2 asked for 4.0 TB/s"  # the rate is bf16's
 
 
+def goal(rows, begin, **given):
+    (line,) = [g for g in goals.goal_lines(rows, {}, {}, **given) if g.startswith(begin)]
+    return line
+
+
+def test_a_goal_of_a_step_has_the_refresh_of_every_tenth_step_in_it():
+    rows = [synthetic("fxmask_triton", 0.8, 3, op="step", block="128", ms_p50="1", ms_refresh_10="1.5")]
+    assert "/ -/-/2.00/- [--!-]" in goal(rows, "6 step 8192x4096->4096 b128")
+    assert "not measured" in goal([r | {"ms_refresh_10": ""} for r in rows], "6 step 8192x4096->4096 b128")
+    wrong = [r | w for r in rows for w in ({"verdict": "none: load 9 on 2 cores"}, {"gate": "fail"}, {"mask": "rows"}, {"provider": "masked_dense"})]
+    assert "2.00" in goal([*rows, *[r | {"x_best": "9"} for r in wrong]], "6 step 8192x4096->4096 b128")
+
+
+def test_the_worst_case_decides_whether_auto_holds_the_floor():
+    rows = [synthetic(by, r, 1, ms_p50=t) for r, own in ((0.5, "1.05"), (0.8, "0.9")) for by, t in (("masked_dense", "1"), ("fxmask_auto", own))]
+    assert "1.05x its time at most, over 2 cells [!]" in goal(rows, "9 ") and "0.90x its time at most, over 1 cells [+]" in goal(rows[2:], "9 ")
+    assert "not measured" in goal(rows[1::2], "9 ")
+
+
+@pytest.mark.parametrize(("least", "mark"), [("1.2", "!"), ("1.3", "+")])
+def test_the_faster_anchor_and_the_worst_case_decide(least, mark):
+    times = {0.5: (("torch_bsr", "3"), ("torch_bsr_s4", "1.5")), 0.8: (("torch_bsr", least), ("torch_bsr_s4", "4")), 0.9: ()}
+    rows = [synthetic(by, r, 1, ms_p50=t) for r, others in times.items() for by, t in (*others, ("fxmask_triton", "1"))]
+    assert f"/ {float(least):.2f} to 1.50x over 2 cells [{mark}]" in goal(rows, "10 forward b64")
+
+
+def test_a_refresh_is_the_sum_of_its_parts_where_it_was_not_measured_whole():
+    shape, more = ("8192", "14336", "4096"), {"op": "metadata", "block": "128", "block_k": "128"}
+    made = (("block_index", "0.03"), ("lists", "0.035"))
+    rows = [synthetic("fxmask_triton", 0.8, 1, shape=shape, phase=phase, ms_p50=t, **more) for phase, t in made]
+    assert "b128 <= 60 us / 65 us [!]" in goal(rows, "4 refresh 14336x4096 bf16 b128")
+    assert "not measured" in goal(rows[:1], "4 refresh 14336x4096 bf16 b128")
+
+
 def of_part(part, **values):
     return dict.fromkeys(part.columns, "") | {"gate": "pass", "verdict": "ok", "device": "H200"} | values
 
@@ -169,6 +203,8 @@ def test_findings(tmp_path):
     for line in ("tiles forward", "splits dw"):
         assert f"{line} b128 at 0.8 / best of 3: b 0.400 ms, 2.50x the speed of the faster baseline; own 0.500 ms (1.25x of it)" in text
     assert findings.limits(tmp_path, found) == {"l2_bytes_per_s_128": 7.25e12, "l2_bytes_per_s_32": 4.5e12}
+    (tmp_path / "ceilings.json").write_text('{"flops_per_s": 8e14}')
+    assert findings.limits(tmp_path, found) == {"flops_per_s": 8e14, "l2_bytes_per_s_128": 7.25e12, "l2_bytes_per_s_32": 4.5e12}
     closing = "\n".join(gpu.summary([], tmp_path))
     assert "n = 16: 333" in closing and "goal / measured / bound" in closing
 
@@ -178,7 +214,8 @@ def test_a_speed_beside_a_dense_product_that_was_not_measured_is_none(beside):
     size = {"M": "64", "N": "40", "K": "72"}
     pruned = [of_part(PRUNING, form="triton", N="40", dtype="bf16", block="64", ratio=r, w_ratio="0", ms_p50=t) for r, t in (("0.9", "0.5"), ("0.5", "2"))]
     nm = [of_part(NM_PART, provider="masked_dense", op="step", **size, ms_p50="4")]
-    dropped = [of_part(DROPOUT, provider="fxmask_triton", **size, p=p, ms_p50=t) for p, t in (("0.1", "2"), ("0.5", "0.5"))]
+    pruned += [r | {"w_ratio": "0.8", "ms_p50": "0.01"} for r in pruned]  # under a weight mask it is another product
+    dropped = [of_part(DROPOUT, provider="fxmask_triton", **size, p=p, ms_p50=t) for p, t in (("0.1", "0.9"), ("0.2", "2"), ("0.5", "0.5"))]
     if beside:
         pruned.insert(0, of_part(PRUNING, form="dense", N="40", dtype="bf16", ms_p50="1"))
         nm.insert(0, of_part(NM_PART, provider="dense", op="step", **size, ms_p50="1"))
