@@ -85,3 +85,44 @@ def test_dropout_without_its_scale(dtype):
 def test_nothing_passes_beside_a_baseline_that_is_no_number():
     exact = torch.ones(2, 2, dtype=torch.float64)
     assert math.isnan(allowed(exact, torch.full((2, 2), float("nan")), 4))  # no error is below it
+
+
+@pytest.mark.parametrize(("dtype", "tf32", "bases", "roundings"), [(torch.bfloat16, False, 2, 1), (torch.float32, True, 4, 1), (torch.float32, False, 2, 6)])
+def test_what_is_allowed_of_sums_of_a_hundred_terms(dtype, tf32, bases, roundings):
+    exact = torch.tensor([[-8.0, 1.0]], dtype=torch.float64)
+    plain = torch.tensor([[-8.0, 1.25]], dtype=dtype)
+    assert allowed(exact, plain, 100, tf32) == pytest.approx(bases * 0.25 + roundings * 8 * torch.finfo(dtype).eps, rel=1e-12)
+
+
+def test_each_product_has_its_own_number_of_terms(monkeypatch):
+    """K of the forward, N of dX, tokens of dW."""
+    seen = []
+    monkeypatch.setattr(gate, "allowed", lambda exact, plain, terms, tf32=False: seen.append(terms) or 1.0)
+    i = inputs.make_inputs(cells.Cell("step", "both", 40, N, K, "fp32", (16, 16), 0.5, "random", 0, "x"), torch.device("cpu"))
+    outputs = gate.plain_outputs(i, torch.float64)
+    gate.check_matmul(i, tuple(outputs))
+    gate.over_budget(outputs, outputs, outputs)
+    gate.over_budget([outputs[0], None, outputs[2]], outputs, outputs)
+    assert seen == [K, N, 40, K, N, 40, K, 40]
+
+
+def test_no_number_is_over_every_budget():
+    exact = [torch.ones(4, 4, dtype=torch.float64)] * 3
+    for k, name in enumerate(("y", "dX", "dW")):
+        got = [t.clone() for t in exact]
+        got[k][0, 0] = float("nan")
+        assert gate.over_budget(got, exact, exact) == (float("inf"), f"{name}: error inf over the budget {allowed(exact[0], exact[0], 4):.3g}")
+
+
+def test_results_of_the_dtypes_size():
+    """Root mean squares tell what many elements lose, the largest error what one does; what is missing is wrong."""
+    g = torch.Generator().manual_seed(0)
+    exact = torch.randn(100, 100, generator=g, dtype=torch.float64)
+    plain = exact + 1e-4 * torch.randn(100, 100, generator=g, dtype=torch.float64)
+    worst = (plain - exact).abs().max()
+    one, every = plain.clone(), exact + 2.2 * (plain - exact)
+    one[3, 4] = exact[3, 4] + 4.1 * worst
+    assert gate.of_the_dtypes_size([plain], [plain], [exact])[1] and gate.of_the_dtypes_size([exact + 1.9 * (plain - exact)], [plain], [exact])[1]
+    for got in ([one], [every], [], [plain, plain], [plain * float("nan")]):
+        assert not gate.of_the_dtypes_size(got, [plain, plain], [exact])[1]
+    assert gate.of_the_dtypes_size([one], [plain], [exact])[0] == pytest.approx(float(4.1 * worst / exact.abs().max()))
