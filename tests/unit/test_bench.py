@@ -182,6 +182,36 @@ def test_a_table_holds_what_it_was_given_but_for_what_a_busy_machine_measured(tm
     assert [row in of for of in (made, table.Table(tmp_path / CSV)) for row in (busy, ok)] == [False, True] * 2
 
 
+def test_each_cell_has_its_own_mask_and_data(tmp_path):
+    """A run holds the operands for all providers of a cell, and for no other."""
+    names, globs = ("dense", "masked_dense", "fxmask_reference"), "forward/*/b16x16/r0.5/random,forward/*/b16x16/r0.9/random,forward/*/b32x32/r0.5/random"
+    run, _ = make_run(tmp_path)
+    run_cells(run, cells.make_cells("cpu", "fp32", only=globs, providers=names, shapes=("40x64->96",)))
+    found = {(r["provider"], r["block_n"], r["ratio"]): float(r["density"]) for r in run.table.rows}
+    own = {(p, b, r): d for p in names[1:] for b, r, d in (("16", "0.5", 0.5), ("16", "0.9", 0.125), ("32", "0.5", 0.5))}
+    assert found == {("dense", "0", "0"): 1.0, **own} and {r["gate"] for r in run.table.rows} == {"pass"}
+    made = [inputs.make_inputs(cells.Cell("forward", "forward", 40, 96, 64, "fp32", (16, 16), 0.5, "random", seed, "x"), CPU) for seed in (0, 1)]
+    assert not any(torch.equal(a, b) for a, b in zip(*([i.x, i.w, i.gy, i.mask] for i in made), strict=True))
+
+
+def test_memory_that_runs_out_is_no_failure(tmp_path):
+    def full(i):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    run, _ = make_run(tmp_path, registry={**providers.REGISTRY, "masked_dense": full})
+    run_cells(run, some_cells("forward/*/b64x64/r0.8/*", providers=("masked_dense", "fxmask_reference")))
+    assert [(r["gate"], r["verdict"], bool(r["ms_p50"])) for r in run.table.rows] == [("skip", "none: out of memory", False), ("pass", "ok", True)]
+
+
+def test_auto_alone_takes_kernels_where_they_pay(monkeypatch):
+    i, ran = inputs.make_inputs(some_cells("forward/*/b64x64/r0.8/*")[0], CPU), []
+    monkeypatch.setattr(providers, "pays", lambda i: True)
+    monkeypatch.setattr(providers.ops, "lists", lambda mask, block, impl: ran.append(impl))
+    for impl in ("reference", "auto", "triton"):
+        providers.fxmask(impl)(i)
+    assert ran == ["reference", "triton", "triton"]
+
+
 def test_time_limit(tmp_path):
     def slow(i):
         time.sleep(0.1)
@@ -270,6 +300,8 @@ def test_cells_of_a_gpu_come_in_order_of_value():
     assert set(quick) <= set(full) and len(full) == len(set(full))
     assert {c.shape for c in full} == set(cells.CUDA_SHAPES) and len({c.shape for c in quick}) == 2
     assert {c.block[0] for c in quick} == {0, 64, 128} and {c.block[0] for c in full} == {0, 16, 32, 64, 128}
+    metadata = [(c.shape, c.block, c.phase, c.provider) for c in full if c.op == "metadata"]
+    assert len(metadata) == len(set(metadata))  # it costs the same for every ratio and kind of mask
     place = {c: i for i, c in enumerate(full)}
     assert next(c for c in full if c.op != "metadata").group == f"forward/{cells.CUDA_SHAPES[0]}/bf16/b0x0/r0/-"
     refreshes = {(c.shape, c.block): place[c] for c in reversed(full) if c.phase == "lists" and c.provider == "fxmask_triton"}

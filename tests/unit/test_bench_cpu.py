@@ -164,7 +164,7 @@ def test_list_and_globs(tmp_path, capsys):
 
 @pytest.mark.parametrize(("option", "value"), [
     ("--blocks", "wide"), ("--blocks", "0"), ("--ratios", "half"), ("--ratios", "1"), ("--ratios", "1.5"),
-    ("--providers", "cublas"), ("--shapes", "12"), ("--threads", "-1"),
+    ("--providers", "cublas"), ("--shapes", "12"), ("--shapes", "0x8->8"), ("--threads", "-1"),
 ])  # fmt: skip
 def test_options_that_cannot_be_meant(tmp_path, capsys, option, value):
     assert bench(tmp_path, option, value) == (2, [])

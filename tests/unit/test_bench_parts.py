@@ -3,9 +3,10 @@
 import time
 from typing import NamedTuple
 
+import pytest
 import torch
 
-from fxmask.bench import part, session, sweeps, table
+from fxmask.bench import dropping, nm, part, pruning, refreshes, session, sweeps, table
 from fxmask.bench.driver import Run, run_cells
 
 CPU = torch.device("cpu")
@@ -83,3 +84,30 @@ def test_a_rehearsal_gets_no_verdict(tmp_path):
     s, _ = make_session(tmp_path, rehearsal=True)
     rows, _ = part.run_part(s, fake(), CELLS[:1])
     assert rows[0]["gate"] == "pass" and rows[0]["verdict"] == "none: interpreter"
+
+
+OF_2_MS = {
+    "dropout": (dropping, dropping.Dropping("masked_dense", 40, 24, 48, "fp32", 16, 0.5), {"dense_tflop_per_s": 6 * 40 * 24 * 48 / 2e-3 / 1e12}),
+    "nm, a step": (nm, nm.NM("dense", "step", 40, 24, 48, "fp32"), {"dense_tflop_per_s": 6 * 40 * 24 * 48 / 2e-3 / 1e12}),
+    "nm, a forward": (nm, nm.NM("dense", "forward", 40, 24, 48, "fp32"), {"dense_tflop_per_s": 2 * 40 * 24 * 48 / 2e-3 / 1e12}),
+    "of refreshes": (refreshes, refreshes.Refresh("layer", "single", 1, 72, 100, "bf16", 16, 0.8), {"launches": 4, "bytes": 14400, "tb_per_s": 7.2e-6}),
+    "a model's": (refreshes, refreshes.Refresh("model", "group", 4, None, None, "fp32", 16, 0.8), {"launches": 4, "bytes": 47232, "tb_per_s": 23.616e-6}),
+}
+
+
+@pytest.mark.parametrize("name", OF_2_MS)
+def test_what_two_milliseconds_tell(monkeypatch, name):
+    module, cell, expected = OF_2_MS[name]
+    monkeypatch.setattr(refreshes, "launches_of", lambda call: 4)
+    assert module.prepare(cell, CPU).worth(2.0) == pytest.approx(expected)
+
+
+def test_what_two_milliseconds_tell_of_a_pruned_product():
+    """Of 2 x 20 rows: half of the input is kept, and so half of the FLOP count; what an expanded product issues is all of them."""
+    whole = 2 * 2 * 20 * 64 * 40
+    for form, issued in (("reference", whole), ("dense", whole), ("fxmask", None)):
+        ratio, block = (0.0, 0) if form == "dense" else (0.5, 16)
+        cell = pruning.Pruned(form, 2, 20, 64, 40, "fp32", block, ratio, 0.0)
+        flop = whole if form == "dense" else whole // 2
+        expected = {"flop": flop, "tflop_per_s": flop / 2e-3 / 1e12} | ({"flop_issued": issued} if issued else {})
+        assert pruning.prepare(cell, CPU).worth(2.0) == pytest.approx(expected), form

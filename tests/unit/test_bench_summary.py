@@ -26,10 +26,11 @@ def synthetic(provider, ratio, x, op="forward", block="64", shape=("8192", "4096
 def test_crossover():
     rows = [synthetic("fxmask_triton", r, x) for r, x in ((0.5, 1.1), (0.7, 0.9), (0.8, 1.2), (0.9, 2.5))]
     rows += [synthetic("fxmask_triton", r, x, block="16") for r, x in ((0.5, 0.4), (0.9, 0.8))]
+    rows += [synthetic("fxmask_triton", r, x, block="32") for r, x in ((0.5, 1.0), (0.9, 1.1))]  # as fast is not faster
     rows += [synthetic("masked_dense", 0.5, 1.0), synthetic("fxmask_triton", 0.95, 9.0, gate="fail")]
     found = {c["block_n"]: c for c in summary.crossovers(rows)}
     assert found["64"]["wins_from"] == 0.8 and found["64"]["x"][0.5] == 1.1  # a win below a loss is none
-    assert found["16"]["wins_from"] is None and set(found) == {"16", "64"}
+    assert found["16"]["wins_from"] is None and found["32"]["wins_from"] == 0.9 and set(found) == {"16", "32", "64"}
     text = "\n".join(summary.crossover_lines(rows))
     assert "never" in text and "from 0.8" in text and "0.9: 0.80" in text
 

@@ -20,7 +20,7 @@ def small_and_idle(monkeypatch):
     monkeypatch.setattr(dropping, "CPU_SHAPE", (256, 128, 256))
     monkeypatch.setattr(nm, "CPU_SHAPE", (64, 48, 32))
     monkeypatch.setattr(pruning, "CPU_INPUT", (2, 24, 128))
-    monkeypatch.setattr(pruning, "OUTPUTS", (40,))
+    monkeypatch.setattr(pruning, "OUTPUTS", (40, 24))
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     torch.manual_seed(0)  # of four blocks, one draw in sixteen drops all: then even a wrong dW is right
 
@@ -101,6 +101,14 @@ def test_a_busy_machine_gets_no_ratio(tmp_path, capsys, monkeypatch):
     assert bench("nm", tmp_path) == 0  # measured again, and shown once
     out = capsys.readouterr().out
     assert "load" not in out and [line.split()[0] for line in out.splitlines()[-2:]] == ["dense", "masked_dense"]
+
+
+def test_a_losing_row_has_its_ratio_and_one_without_a_verdict_has_none():
+    row = {**dict.fromkeys(nm.NM_PART.columns, ""), "op": "step", "gate": "pass", "verdict": "ok"}
+    times = {"dense": {"ms_p50": "1"}, "masked_dense": {"ms_p50": "4"}, "fxmask_triton": {"ms_p50": "2", "verdict": "none: load 9 on 2 cores"}}
+    lines = systems.summary("nm", [row | {"provider": name} | values for name, values in times.items()]).splitlines()[2:]
+    assert [line.split()[:4] for line in lines[:2]] == [["dense", "step", "1", "1.00"], ["masked_dense", "step", "4", "0.25"]]
+    assert lines[2].split()[:4] == ["fxmask_triton", "step", "2", "none:"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
