@@ -111,3 +111,10 @@ def test_what_two_milliseconds_tell_of_a_pruned_product():
         flop = whole if form == "dense" else whole // 2
         expected = {"flop": flop, "tflop_per_s": flop / 2e-3 / 1e12} | ({"flop_issued": issued} if issued else {})
         assert pruning.prepare(cell, CPU).worth(2.0) == pytest.approx(expected), form
+
+
+def test_a_pruned_product_that_is_no_number_is_wrong(monkeypatch):
+    ready = pruning.prepare(pruning.Pruned("fxmask", 2, 20, 64, 40, "fp32", 16, 0.5, 0.0), CPU)
+    assert ready.check()[1] == ""
+    monkeypatch.setattr(pruning.prune_ops, "pruned_dw", lambda *_: torch.full((40, 64), float("nan")))
+    assert ready.check()[1].startswith("error nan over the budget")
