@@ -60,7 +60,7 @@ def main(a: argparse.Namespace) -> int:
 
 def one_by_one(a: argparse.Namespace, dtype: str) -> int:
     """One op after the other, as on a GPU."""
-    of_steps = ("blocks", "ratios", "floor", "dispatch", *(("threads",) if a.device == "cuda" else ()))
+    of_steps = ("blocks", "ratios", "floor", "dispatch", *(OF_A_CPU if a.device == "cuda" else ()))
     _unused(a, of_steps, f"{'--op-by-op' if a.op_by_op else '--device cuda'}: its cells are fixed; expected --cells to choose among them")
     _set_threads(a.threads)
     cells = make_cells(a.device, dtype, a.quick, a.cells, names(a.providers), names(a.shapes), _kinds(a), a.seed)
@@ -78,6 +78,7 @@ def one_by_one(a: argparse.Namespace, dtype: str) -> int:
     return 1 if any(r["provider"] not in ANCHORS for r in refused) else 0
 
 
+OF_A_CPU = ("threads", "sample_s")
 OF_WEIGHTS = ("blocks", "ratios", "shapes", "providers", "dtype", "floor", "dispatch", "op_by_op", "plot", "masks", "seed")
 
 
@@ -111,7 +112,8 @@ def _unused(a: argparse.Namespace, options: Iterable[str], why: str) -> None:
 
 def other_system(a: argparse.Namespace) -> int:
     """Activation pruning, block dropout or N:M masks, at shapes of their own."""
-    _unused(a, OF_WEIGHTS, f"--system {a.system}: its cells are fixed; expected --quick and --cells to choose among them")
+    unused = (*OF_WEIGHTS, *(OF_A_CPU if a.device == "cuda" else ()))
+    _unused(a, unused, f"--system {a.system}: its cells are fixed; expected --quick and --cells to choose among them")
     _set_threads(a.threads)
     cells = matching(systems.cells(a.system, a.device, a.quick), a.cells, systems.name_of)
     if a.list:

@@ -186,6 +186,8 @@ def test_options_that_cannot_be_meant(tmp_path, capsys, option, value):
         (("--op-by-op", "--floor"), "got --floor."),
         (("--op-by-op", "--threads", "0"), "--threads 0: expected at least 1."),
         (("--device", "cuda", "--threads", "2"), "--device cuda: its cells are fixed; expected --cells to choose among them, got --"),
+        (("--device", "cuda", "--sample-s", "2"), "got --sample-s."),
+        (("--device", "cuda", "--system", "nm", "--threads", "2", "--sample-s", "2"), "got --threads, --sample-s."),
     ],
     ids=lambda v: "".join(v) if isinstance(v, tuple) else "",
 )
