@@ -179,6 +179,7 @@ def test_options_that_cannot_be_meant(tmp_path, capsys, option, value):
         (("--dispatch", "-2"), "--dispatch -2: expected at least 1."),
         (("--sample-s", "nan"), "--sample-s nan: expected at least 0."),
         (("--time-limit", "-1"), "--time-limit -1.0: expected at least 0."),
+        (("--ratios", "0.5,1"), "--ratios '0.5,1': expected numbers of at least 0 and below 1, separated by commas."),
         (("--seed", str(-(1 << 53))), "--seed -9007199254740992: expected a number nearer to 0 than 2^53."),
         (("--dispatch", "2", "--floor", "--blocks", "32"), "expected --cells to choose among them, got --blocks, --floor."),
         (("--floor", "--masks", "rows"), "--floor: its cells are fixed; expected --cells to choose among them, got --masks."),
