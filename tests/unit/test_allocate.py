@@ -121,6 +121,9 @@ def test_blocks_of_several_sizes_compare():
     found = fxmask.allocate(model, 0.5, "global", block=(32, 32), overrides={"1": dict(block=(16, 16))})
     assert found.blocks == {"0": 16, "1": 64} and found.unit == "times 256 elements" and found.total == 128 and found.budget == found.spent == 64
     assert found.kept == {"0": 1, "1": 60}  # layer 1 is worth nine times as much; one block of layer 0 stays
+    odd = fxmask.allocate(nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96)), 0.5, "erk", block=(32, 32), overrides={"1": dict(block=(24, 24))})
+    assert (odd.unit, odd.total, odd.budget) == ("times 64 elements", 288, 144)  # blocks of 1,024 and of 576
+    assert odd.spent == 16 * odd.kept["0"] + 9 * odd.kept["1"] <= 144
 
 
 def test_broken_blocks_rank_first():

@@ -1,6 +1,7 @@
 """Ratios that a loss, a flip rate or a budget of bytes drives: against the rules by hand, compiled, stopped, copied, and asked for in vain."""
 
 import copy
+import dataclasses
 import io
 import math
 
@@ -100,7 +101,8 @@ def test_nobody_reports():
     fxmask.step(model, looks.SILENT - 1)
     with pytest.warns(FxMaskWarning, match=r"no loss was reported in 10,000 optimiser steps(.|\n)*call fxmask\.feedback\(model, loss\)"):
         fxmask.step(model)
-    fxmask.step(model, 5 * looks.SILENT)  # once
+    for n in (looks.SILENT, 4 * looks.SILENT):  # once
+        fxmask.step(model, n)
     model = masked(LOSS, start=3)
     for n in (2, 1, looks.SILENT - 1):  # counted from the first mask on
         fxmask.step(model, n)
@@ -140,6 +142,17 @@ def test_up_while_masks_are_calm(refresh):
         found.append(ratios(model)[0])
     assert found == [0.0, 0.15, 0.3, 0.3, 0.45, 0.6, 0.6, 0.7, 0.7]
     assert ratios(model)[0] == ratios(model)[1]
+
+
+def test_as_many_flips_as_the_goal_are_too_many():
+    model = masked(dataclasses.replace(FLIPS, goal=10 / 96))
+    fxmask.step(model, 0)
+    found = []
+    for blocks in (5, 5, 5, 5, 4):
+        shuffled(model, blocks)
+        fxmask.step(model, 2)
+        found.append(ratios(model)[0])
+    assert found == [0.0, 0.15, 0.3, 0.3, 0.45]
 
 
 def test_each_layer_by_its_own_masks():
