@@ -31,6 +31,7 @@ WRONG = {
     "NaN": (dict(masks=None, scores={"0": torch.full((4, 4), torch.nan)}), ConfigError, "got NaN in 16 of 16 blocks"),
     "meta": (dict(masks={"0": torch.ones(4, 4, dtype=torch.bool, device="meta")}), UnsupportedError, "meta device"),
     "both": (dict(scores={"0.weight": scores()}), ConfigError, "are of one weight"),
+    "both, the same numbers": (dict(scores={"0.weight": diagonal().float()}), ConfigError, "are of one weight"),
     "excluded": (dict(exclude="0"), ConfigError, "of a layer that stays dense: in exclude"),
     "an idle ratio": (dict(ratio=0.9), ConfigError, "ratio=0.9 beside a mask"),
     "nothing idle, for all": (dict(criterion="given", ratio=0.9), ConfigError, "^ratio=0.9 beside a mask"),
