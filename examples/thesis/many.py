@@ -126,6 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     p.add_argument("runs", type=Path, metavar="RUNS.json")
     p.add_argument("--at-once", type=int, default=8)
+    p.add_argument("--quiet", action="store_true", help="say nothing of Ctrl-C, of which whoever started it tells")
     args = p.parse_args(argv)
     check_numbers(p, args)
     try:
@@ -136,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
         p.error(f"{args.runs}: expected a list of [name, [words of train.py]], got another thing: {error}")
     runs = [(name, train.arguments(words)) for name, words in given]
     failed = partial(together, runs, args.at_once, lambda name, status: print(json.dumps([name, status]), flush=True))
-    return exit_code("thesis/many.py", lambda: min(1, failed()))
+    return exit_code("thesis/many.py", lambda: min(1, failed()), "" if args.quiet else "stopped")
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ def exit_code(script: str, run: Callable[[], object], stopped: str = "stopped") 
             print(f"{script}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{script}: {stopped}", file=sys.stderr)
+        if stopped:
+            print(f"{script}: {stopped}", file=sys.stderr)
         return 130
     return code if isinstance(code, int) else 0
 

@@ -79,7 +79,8 @@ def one_process_each(jobs: list[Run], out: Path, script: Path, envs: list[dict[s
                         status = run().returncode
         finally:
             free.put(env)
-        after(job.name, status)
+        if status == 0 or not stopped.is_set():  # Ctrl-C, which all processes hear, is no failure of a run
+            after(job.name, status)
         return int(status != 0)
 
     pool = ThreadPoolExecutor(len(envs))
@@ -97,11 +98,12 @@ def in_turns(jobs: Sequence[Named], out: Path, at_once: int, envs: list[dict[str
     out.mkdir(parents=True, exist_ok=True)
     if len(envs) == 1 and gpus is None:
         return many.together([(job.name, train.arguments(arguments_of(job, out))) for job in jobs], at_once, after)
+    stopped = threading.Event()
 
     def part(i: int) -> int:
         mine, file = jobs[i :: len(envs)], out / f".runs{i}.json"
         file.write_text(json.dumps([[job.name, arguments_of(job, out)] for job in mine]))
-        command, left = [sys.executable, str(MANY), str(file), "--at-once", str(at_once)], {job.name for job in mine}
+        command, left = [sys.executable, str(MANY), str(file), "--at-once", str(at_once), "--quiet"], {job.name for job in mine}
         with subprocess.Popen(command, env=envs[i], stdout=subprocess.PIPE, text=True) as process:
             failed = 0
             for line in process.stdout or ():
@@ -109,12 +111,14 @@ def in_turns(jobs: Sequence[Named], out: Path, at_once: int, envs: list[dict[str
                 left.remove(name)
                 failed += status != 0
                 after(name, status)
-        for name in left:  # the process died over them
-            after(name, process.returncode or 1)
+        if not stopped.is_set():
+            for name in left:  # the process died over them
+                after(name, process.returncode or 1)
         return failed + len(left)
 
     pool = ThreadPoolExecutor(len(envs))
     try:
         return sum(pool.map(part, range(len(envs))))
     finally:
+        stopped.set()
         pool.shutdown(cancel_futures=True)

@@ -40,6 +40,7 @@ def test_ctrl_c_is_told_in_a_line(capsys, monkeypatch, tmp_path):
         *((m, "cells", [], f"{m.__name__.removeprefix('thesis.')}.py: stopped\n") for m in (barley_table_3, flops, table_6_2)),
         (accuracy_page, "tables", [], "accuracy_page.py: stopped\n"),
         (many, "together", [str(tmp_path / "runs.json")], "thesis/many.py: stopped\n"),
+        (many, "together", [str(tmp_path / "runs.json"), "--quiet"], ""),  # a sweep, which tells it itself
         (train, "write_run", ["--out", str(tmp_path / "a")], "train.py: stopped\n"),
         (thesis_train, "_turns", ["--out", str(tmp_path / "b")], "thesis/train.py: stopped; the same command goes on\n"),
     ):

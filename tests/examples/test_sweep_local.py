@@ -72,6 +72,30 @@ def test_a_run_that_is_waited_for_is_not_begun_after_an_interruption(tmp_path, m
     assert began == [str(tmp_path / "a")]
 
 
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_ctrl_c_is_no_failure_of_the_runs_that_it_stops(in_turns, tmp_path, monkeypatch):
+    """All processes hear it; the first makes us stop, the second ends a moment later."""
+    events, told, second = [], [], threading.Event()
+    monkeypatch.setattr(sweep_local, "threading", SimpleNamespace(Event=lambda: events.append(threading.Event()) or events[0]))
+
+    def run(command, **more):
+        if not any(str(word).endswith(("/b", ".runs1.json")) for word in command):
+            assert second.wait(60)
+            raise KeyboardInterrupt
+        second.set()
+        assert all(event.wait(60) for event in events)
+        return SimpleNamespace(returncode=130, stdout=())
+
+    monkeypatch.setattr(sweep_local.subprocess, "run", run)
+    monkeypatch.setattr(sweep_local.subprocess, "Popen", lambda command, **more: nullcontext(run(command)))
+    jobs, envs, after = [SimpleNamespace(name=name, arguments=()) for name in "ab"], [dict(os.environ)] * 2, lambda *a: told.append(a)
+    sweeps = {True: lambda: sweep_local.in_turns(jobs, tmp_path, 1, envs, None, after)}
+    sweeps[False] = lambda: sweep_local.one_process_each(jobs, tmp_path, tmp_path, envs, lambda _: False, after)
+    with pytest.raises(KeyboardInterrupt):
+        sweeps[in_turns]()
+    assert not told
+
+
 def test_a_run_that_another_process_took_first_is_said_to_be_its(tmp_path, monkeypatch, capsys):
     """As what a killed sweep of several at once has left goes on to its next run: no failure of ours, and no output.txt that says why."""
     table = sweep.Table(SimpleNamespace(jobs=("a", "b")), tmp_path)
