@@ -168,7 +168,7 @@ def digits() -> tuple[Pixels, Pixels]:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError as error:
-        raise DataMissing("--data digits comes with scikit-learn, which is not installed.\n  fix: pip install scikit-learn") from error
+        raise DataMissing(f"--data digits comes with scikit-learn, which cannot be imported: {error}.\n  fix: pip install scikit-learn") from error
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
     train_x, test_x = (torch.tensor(x, dtype=torch.uint8).reshape(-1, 1, 8, 8) for x in parts[:2])

@@ -65,7 +65,7 @@ def import_timm(what: str) -> Any:
     try:
         import timm
     except ImportError as error:
-        raise DataMissing(f"{what}: expected timm installed, got no such package.\n  fix: pip install 'fxmask[models]', or timm") from error
+        raise DataMissing(f"{what}: expected timm, got {error}.\n  fix: pip install 'fxmask[models]', or timm") from error
     return timm
 
 

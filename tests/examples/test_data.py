@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 import sys
+from types import ModuleType
 
 import pytest
 import torch
 from data import DataMissing, Pixels, digits, draws, flip_and_crop, load, seeded
 from distributed.imagenet_runs import make_folder
 from saved_states import same
+from thesis import imagenet_model
 from thesis import train as thesis_train
 
 
@@ -90,10 +92,20 @@ def test_classes_of_few_training_images():
     assert load("digits", batch=8, holdout=1436).classes == 10  # one is left
 
 
-def test_missing_scikit_learn(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataMissing, match="pip install scikit-learn"):
+@pytest.mark.parametrize("there", [None, ModuleType("sklearn.datasets")], ids=["missing", "broken"])
+def test_missing_scikit_learn(there, monkeypatch):
+    """Or one that is there and does not load, by the reason that it gives."""
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", there)
+    why = "import of sklearn.datasets halted" if there is None else "cannot import name 'load_digits'"
+    with pytest.raises(DataMissing, match=f"scikit-learn, which cannot be imported: {why}.*\n  fix: pip install scikit-learn"):
         load("digits", batch=8)
+
+
+def test_a_timm_that_does_not_load_says_why(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    monkeypatch.setattr(imagenet_model, "torchvision", lambda: None)
+    with pytest.raises(DataMissing, match=r"--timm a: expected timm, got import of timm halted.*\n  fix: pip install 'fxmask\[models\]', or timm"):
+        imagenet_model.import_timm("--timm a")
 
 
 def test_unknown_name():
