@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
     if args.model not in SMALL:
         raise DataMissing(f"--model {args.model}: expected {' or '.join(SMALL)}, which hold images out.\n  fix: learned.py takes the source's recipe.")
     rows_of_others(args, "danhofer_choice")
-    rows = [row for seed in args.seed for row in tried(args, seed)]
+    rows = [row for seed in dict.fromkeys(args.seed) for row in tried(args, seed)]
     best = chosen(rows)
     for r in rows:
         is_best = r["form"] == "learned" and all(r[key] == v for key, v in best.items())

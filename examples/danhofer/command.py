@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.checked import device_here
 from data import DataMissing
-from thesis import csv_files
+from thesis import csv_files, lock
 from thesis.side_by_side import Row, save
 
 from danhofer.networks import LAYERS, NETWORKS, Task, pretrained
@@ -71,5 +71,6 @@ def merge(args: argparse.Namespace, name: str, rows: list[Row], keys: Sequence[s
         print(f"--out: no {name}.csv is written: with --limit nothing is comparable", file=sys.stderr)
     elif args.out is not None:
         ran = {tuple(str(r[key]) for key in keys) for r in rows}
-        before = [r for r in rows_of_others(args, name) if tuple(r.get(key, "") for key in keys) not in ran]
-        save(args.out, name, [*before, *rows])
+        with lock.alone(args.out / f"{name}.csv"):  # another process may have added rows meanwhile
+            before = [r for r in rows_of_others(args, name) if tuple(r.get(key, "") for key in keys) not in ran]
+            save(args.out, name, [*before, *rows])

@@ -106,7 +106,7 @@ def run_all(args: argparse.Namespace) -> int:
     if args.state is not None and (len(args.seed) > 1 or args.model in SMALL):
         raise DataMissing(f"--state: expected one seed of a network of torchvision, got {args.model} and seeds {args.seed}.\n  fix: leave it out.")
     rows_of_others(args, "danhofer_learned")
-    for seed in args.seed:
+    for seed in dict.fromkeys(args.seed):
         task = task_of(args, seed)
         if recipe["epochs"] > task.epochs / 10:
             print(f"{recipe['epochs']} epochs are more than the source's 10 % of the {task.epochs} that the network was trained for", file=sys.stderr)

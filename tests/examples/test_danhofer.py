@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from danhofer import choose, learned, learning, networks, small, tables_3_4
+from danhofer import choose, command, learned, learning, networks, small, tables_3_4
 from data import torchvision
 from torch import nn
 
@@ -223,6 +225,35 @@ def test_cifar10_from_image_files(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert f"--data {tmp_path}: holdout: expected fewer than the 20 training images and at least one, got 5000" in said
     assert learned.main([*run, "--data", str(tmp_path), "--state", "x.pt"]) == 2 and "expected one seed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [learned, choose])
+def test_a_seed_named_twice_is_one(script, monkeypatch):
+    ran: list[int] = []
+    monkeypatch.setattr(script, "task_of", lambda args, seed: ran.append(seed) or SimpleNamespace(epochs=90))
+    monkeypatch.setattr(learned, "run", lambda *_: ([{}], True, []))
+    monkeypatch.setattr(choose, "tried", lambda args, seed: [{"form": "learned", "top1": 1.0, **learning.SOURCE, "task": choose.task_of(args, seed)}])
+    for name in ("show", "share_lines"):
+        monkeypatch.setattr(script, name, lambda *_: [], raising=False)
+    assert script.main(["--seed", "3", "4", "3"]) == 0 and ran == [3, 4]
+
+
+def test_two_that_write_one_table_lose_no_row(tmp_path, monkeypatch):
+    """One has read it, and the other comes before it writes."""
+    args, read, others = SimpleNamespace(out=tmp_path, limit=None, device="cpu"), command.csv_files.read, []
+
+    def slow(path):
+        found = read(path)
+        if not others:
+            others.append(threading.Thread(target=command.merge, args=(args, "t", [{"seed": 1, "top1": 2}], ["seed"])))
+            others[0].start()
+            others[0].join(0.3)
+        return found
+
+    monkeypatch.setattr(command.csv_files, "read", slow)
+    command.merge(args, "t", [{"seed": 0, "top1": 1}], ["seed"])
+    others[0].join()
+    assert [r["seed"] for r in read(tmp_path / "t.csv")] == ["0", "1"]
 
 
 def test_a_changed_weight_is_seen(task):
