@@ -23,7 +23,7 @@ def read(path: Path, columns: Sequence[str] = (), cut_off: bool = False) -> list
     if not path.exists():
         return []
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # a spreadsheet begins its UTF-8 by a mark
             table = csv.DictReader(file)
             rows, header = list(table), table.fieldnames or ()
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -93,6 +93,13 @@ def test_a_row_of_more_or_fewer_values_is_not_read(text, words, tmp_path):
             csv_files.read_own(path, ("a", "b"), cut_off=True)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_csv_that_a_spreadsheet_has_saved(end, tmp_path):
+    """With a mark of UTF-8 in front, and the line ends of another system."""
+    (tmp_path / "t.csv").write_bytes(f"\N{ZERO WIDTH NO-BREAK SPACE}a,b{end}1,2{end}".encode())
+    assert csv_files.read(tmp_path / "t.csv", ("a", "b")) == [{"a": "1", "b": "2"}]
+
+
 def test_what_younger_columns_and_cut_rows_are_allowed_for(tmp_path):
     path = tmp_path / "t.csv"
     assert csv_files.read_own(path, ("a", "b")) == []
