@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,10 +39,14 @@ class Run(Session):
 
 
 def read_ceilings(out: Path) -> dict[str, float]:
-    """{"flops_per_s": ..., "bytes_per_s": ...} as the GPU driver measured them; empty where it did not."""
+    """{"flops_per_s": ..., "bytes_per_s": ...} as the GPU driver measured them; empty where it did not, or, which is said, where the file is damaged."""
     try:
         return {k: float(v) for k, v in json.loads((out / CEILINGS).read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError):
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # no JSON, no numbers, no names
+        what = f"expected a number for each name, got {type(error).__name__}: {error}; t_min_us and roof_pct stay empty"
+        print(f"{out / CEILINGS}: {what}.\n  fix: remove it, or measure it anew by the stage ceilings of make gpu.", file=sys.stderr)
         return {}
 
 

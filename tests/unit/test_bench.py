@@ -370,8 +370,17 @@ def test_gate_of_lists():
         assert not gate.check(i, lambda wrong=wrong: (wrong,)).passed
 
 
-def test_ceilings_are_optional_and_of_a_gpu_in_16_bits(tmp_path):
+@pytest.mark.parametrize("text", ['{"flops_per_s": ', "[1]", '{"flops_per_s": null}', '{"flops_per_s": "many"}', "\udcff"])
+def test_ceilings_that_are_damaged_are_told(text, tmp_path, capsys):
+    (tmp_path / "ceilings.json").write_text(text, errors="surrogateescape")
     assert read_ceilings(tmp_path) == {}
+    said = capsys.readouterr().err
+    assert said.startswith(f"{tmp_path / 'ceilings.json'}: expected a number for each name, got ")
+    assert "; t_min_us and roof_pct stay empty.\n  fix: remove it, or measure it anew" in said
+
+
+def test_ceilings_are_optional_and_of_a_gpu_in_16_bits(tmp_path, capsys):
+    assert read_ceilings(tmp_path) == {} and not capsys.readouterr().err
     (tmp_path / "ceilings.json").write_text('{"flops_per_s": 7.8e14, "bytes_per_s": 4.3e12}')
     made = [c for dtype in ("fp32", "bf16") for c in cells.make_cells("cpu", dtype, True, "forward/*/b64x64/r0.8/*", ("dense", "masked_dense"), TINY)]
     run, _ = make_run(tmp_path)
