@@ -16,9 +16,11 @@ def runs_of(name, ratio, flop, *accuracies):
 def test_verdicts_against_the_frontier():
     rows = [*runs_of("a", 0, 1, 60, 61), *runs_of("b", 0, 4, 70, 70.4), *runs_of("c", 0, 16, 80, 80)]
     rows += [*runs_of("above", 0.8, 2, 67, 67.4), *runs_of("within", 0.8, 2, 65.5, 66.3), *runs_of("below", 0.8, 8, 70, 71), *runs_of("off", 0.8, 32, 99)]
+    rows += runs_of("near", 0.8, 2, 66.0, 66.1)  # 0.7 above, and the seeds of the narrower width, which are its neighbours, lie 1 apart
     found = isoflop.points(rows)
     verdicts = {v["run"]: v for v in isoflop.verdicts(found, "tflop")}
     assert [verdicts[n]["verdict"] for n in ("above", "within", "below", "off")] == ["above", "within the spread", "below", "outside of the dense widths"]
+    assert verdicts["near"]["verdict"] == "within the spread"
     assert verdicts["above"]["dense there"] == pytest.approx((60.5 + 70.2) / 2)  # halfway in the logarithm
     assert verdicts["above"]["difference"] == pytest.approx(67.2 - 65.35)
     narrow = {v["run"]: v for v in isoflop.verdicts(isoflop.points([*rows, *runs_of("dense-d2-e1", 0, 2, 90.0, 90.0)]), "tflop")}
@@ -90,3 +92,19 @@ def test_times_that_are_not_measured_again_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(isoflop, "measure", measure)
     assert isoflop.main(["time", "--times", str(table), "--only", *names]) == 0 == isoflop.main(["time", "--times", str(table), "--only", names[1]])
     assert [(r["run"], r["step_ms"]) for r in plots.read_csv(table)] == [(names[0], "1.5"), (names[1], "2.5"), (names[2], "1.5")]
+
+
+def test_a_step_s_time_is_of_the_turns_behind_the_first(monkeypatch):
+    """Which compiles and allocates: not counted, in the quartiles either."""
+    now, steps = [0.0], {name: iter(seconds) for name, seconds in (("a", (9, 1, 2, 3, 4, 5)), ("b", (9, 1, 1, 1, 1, 1)))}
+
+    def bare(args, steps_per_epoch):
+        mine = next(names)
+        return lambda images, labels: now.__setitem__(0, now[0] + next(steps[mine]) / 1e3)
+
+    names = iter("ab")
+    monkeypatch.setattr(isoflop.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(isoflop, "arguments_of", lambda name, epochs: ["--dense"])
+    monkeypatch.setattr("thesis.masked_model.bare", bare)
+    a, b = isoflop.measure(5, 2, ["a", "b"])
+    assert [a[c] for c in ("run", "step_ms", "step_ms_low", "step_ms_high", "turns", "threads")] == ["a", 3, 2, 4, 5, 1] and b["step_ms"] == 1

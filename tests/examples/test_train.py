@@ -58,6 +58,15 @@ def test_csv(masked):
     assert float(rows[0]["ratio_achieved"]) == pytest.approx(expected, abs=1e-6)
 
 
+def test_means_are_over_images(tmp_path):
+    """Of a model that stands still; the last batch is smaller, and its images count as much as the others."""
+    words = ["--dense", "--epochs", "1", "--batch", "1000", "--lr", "1e-12", "--min-lr", "1e-12", "--out", str(tmp_path)]
+    (row,), args = run(tmp_path, *words[:-2]), train.arguments(words)
+    data = train.load("digits", batch=1000)
+    seen = train.evaluate(train.build(args, data), data.train(1))
+    assert (float(row["train_loss"]), float(row["train_acc"])) == pytest.approx((seen["val_loss"], seen["top1"]), abs=1e-4)
+
+
 def test_active_blocks(masked):
     rows = plots.read_csv(masked[0] / "active_blocks.csv")
     steps = 45  # 1,437 images in batches of 32
