@@ -126,6 +126,9 @@ def test_what_is_saved_is_what_the_formula_says(pruned):
     whole, kept = barley_runs.formula_mib(config, 64, pruned)
     measured = 64 * (barley_runs.held_bytes(config, barley_runs.DENSE) - barley_runs.held_bytes(config, pruned)) / 2**20
     assert whole - kept == pytest.approx(measured, abs=1e-12) and 0 < kept < whole
+    args.batches, args.activations = [64], pruned
+    (row,) = barley_table_4.table({}, args)
+    assert float(row["of_held_pct"]) == pytest.approx(100 * measured * 2**20 / 64 / barley_runs.held_bytes(config, barley_runs.DENSE), abs=0.06)
     assert whole == 64 * 2 * 64 * (32 + 32 + 128) * 4 / 2**20  # two blocks of three linears, 64 tokens
 
 

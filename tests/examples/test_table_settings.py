@@ -53,6 +53,7 @@ def test_a_row_has_the_last_epoch_s_values_and_all_epochs_sums(tmp_path):
     assert [row[c] for c in ("train_loss", "train_acc", "held_top1", "ratio_achieved")] == ["200.0000", "400.00", "500.00", "700.0000"]
     assert [row[c] for c in ("flips", "train_tflop", "loaded_weights_g", "train_seconds")] == [808, "1010.00", "1111.000", "1212"]
     assert [row[c] for c in ("test_top1", "test_top5", "device")] == ["70.00", "90.00", "NVIDIA H200, cpu"]
+    assert (row["block"], row["target_ratio"]) == ("", "0"), "by which a dense width is told"
     assert accuracy_table.row_of("search", "dense-adam", 0, out)["test_top1"] == ""
     csv_files.write(out / "log.csv", program.COLUMNS, rows[:1])
     assert accuracy_table.row_of("final", "dense-adam", 0, out) is None
@@ -109,6 +110,9 @@ def test_two_that_measure_stability_lose_no_row(tmp_path, monkeypatch):
     monkeypatch.setattr(stability, "losses_of", trains)
     assert stability.main([*command, "dense", "masked"]) == 0
     assert [r["mode"] for r in plots.read_csv(table)] == ["ste", "dense", "masked"], "each once"
+    monkeypatch.setattr(stability, "losses_of", lambda *_: [float(i) for i in range(20)])
+    stability.main([*command, "rigl"])
+    assert [plots.read_csv(table)[-1][c] for c in ("mode", "first_loss", "last_loss")] == ["rigl", "0.0000", "14.5000"], "the mean of the last ten"
 
 
 def test_two_that_write_the_modes_lose_no_row(tmp_path, monkeypatch):
@@ -131,6 +135,17 @@ def test_two_that_write_the_modes_lose_no_row(tmp_path, monkeypatch):
     others[0].join()
     with (tmp_path / "t.csv").open(newline="") as file:
         assert [r["run"] for r in csv.DictReader(file)] == names
+
+
+def test_a_row_of_the_modes_has_the_last_epoch_s_values_and_all_epochs_sums(tmp_path):
+    facts = {"backward": "ste", "opt": "adam", "guard": "free", "criterion": "fro", "schedule": None, "seed": 3}
+    finished(tmp_path / "a", dense=False, **facts)
+    rows = [{c: str((i + 1) * epoch * (10**12 if c == "flop" else 1)) for i, c in enumerate(program.COLUMNS)} for epoch in (1, 100)]
+    csv_files.write(tmp_path / "a" / "log.csv", program.COLUMNS, rows)
+    row = cifar10_modes.row_of("ste-adam-free", tmp_path / "a")
+    assert [row[c] for c in ("top1", "top5", "train_acc", "val_loss", "ratio_achieved")] == ["500.00", "600.00", "400.00", "300.0000", "700.0000"]
+    assert [row[c] for c in ("flips", "train_tflop", "train_seconds")] == [808, "1010.00", "1212"]
+    assert [row[c] for c in ("mode", "guard", "schedule", "target_ratio", "seed", "epochs")] == ["ste", "free", "constant", 0.8, 3, 2]
 
 
 def test_the_modes_keep_the_rows_of_other_runs(tmp_path):
