@@ -37,7 +37,7 @@ class Found:
 
 @pytest.mark.parametrize(
     ("gain", "dense", "verdict", "status"),
-    [(2.2, 20.0, "ok", 0), (2.4, 20.0, "off", 1), (1.6, 20.0, "off", 1), (1.06, 9.9, "loses", 1), (None, 5.0, "ok", 0)],
+    [(2.2, 20.0, "ok", 0), (2.34, 20.0, "off", 1), (1.6, 20.0, "off", 1), (1.06, 9.9, "loses", 1), (None, 5.0, "ok", 0)],
 )
 def test_verdicts(gain, dense, verdict, status, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(advice, "asked", lambda *a: Found(gain))
@@ -61,6 +61,15 @@ def test_it_reads_what_was_measured(monkeypatch):
     monkeypatch.setattr(advice, "provenance", lambda device: {"device": "AMD EPYC"})
     assert 2.0 < advice.measured(rows, "mlp", 4096, 64, 0.8, 2) < 3.0 and advice.measured(rows, "mlp", 4096, 64, 0.5, 2) is None
     assert fxmask.__version__ == rows[0]["fxmask"]
+
+
+def test_page_faults_are_those_of_the_step(monkeypatch, capsys):
+    """And seconds of the system: both have been counted since the process began."""
+    counted = iter((i, 2 * i, 1000 * i) for i in range(99))
+    monkeypatch.setattr(page_faults, "usage", lambda: next(counted))
+    assert page_faults.main(["--model", "tiny", "--block", "8", "--ratio", "0.75", "--threads", "1", "--turns", "2"]) == 0
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert [row[2:] for row in rows] == [["2000", "1000"]] * 2
 
 
 def test_page_faults_of_steps(capsys):

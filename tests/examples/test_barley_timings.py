@@ -39,6 +39,8 @@ def test_operators(tmp_path, capsys, monkeypatch):
         assert float(r["formula_x_dense"]) == pytest.approx(formula, rel=1e-5) and float(r["error"]) < 1e-4
         assert 0 < float(r["ms_p10"]) <= float(r["ms_p50"]) <= float(r["ms_p90"]) and float(r["of_peak_pct"]) > 0 and r["source"] and r["utc"]
         assert r["x_dense"] == "1" or float(r["sparsity"])
+        flop = 2 * 3 * 12 * 32 * 24 * (2 if r["part"] == "both" else 1)
+        assert float(r["gflops_dense_equivalent"]) == pytest.approx(flop / float(r["ms_p50"]) / 1e6, rel=1e-4)
         assert (r["verdict"] == "ok") == (r["busy"] == "0")
     assert "published 50 % (A30), by formula any sparsity, ours 1x8" in out and "of 8 cells (dW, and forward and dW)" in out
     if (tmp_path / "barley_figures_4_5_cpu.png").exists():

@@ -19,7 +19,13 @@ def test_rows_of_all_contenders(tmp_path, capsys):
     header = (tmp_path / "t.csv").read_text().splitlines()[0].split(",")
     assert len(set(header)) == len(header) == len(rows[0]) and {r["device"] for r in rows} == {provenance(torch.device("cpu"))["device"]}
     dense = next(r for r in rows if r["contender"] == "dense")
-    assert float(dense["gflops_dense_equivalent"]) > 0 and dense["x_dense"] == "1" and "its mask takes" in capsys.readouterr().out
+    assert float(dense["gflops_dense_equivalent"]) == pytest.approx(6 * 64 * 64**2 / float(dense["ms"]) / 1e6, rel=2e-3), "forward, dX and dW"
+    assert dense["x_dense"] == "1" and "its mask takes" in capsys.readouterr().out
+
+
+def test_the_first_two_turns_warm_up():
+    seconds = iter((9.0, 9.0, 1.0, 2.0, 4.0))
+    assert block_dropout.medians(lambda call: next(seconds), {"a": lambda: None}, 3) == {"a": 2000.0}
 
 
 def refused(args, words, capsys):

@@ -227,6 +227,13 @@ def test_cifar10_from_image_files(tmp_path, monkeypatch, capsys):
     assert learned.main([*run, "--data", str(tmp_path), "--state", "x.pt"]) == 2 and "expected one seed" in capsys.readouterr().err
 
 
+def test_the_recipe_with_the_highest_mean_is_chosen():
+    """Not the one with the best seed; forms that are not learned are no recipes."""
+    tops = [("learned", 0.1, (80.0, 70.0)), ("learned", 0.3, (74.0, 77.0)), ("learned", 1.0, (77.0, 74.0)), ("dense", 0.5, (99.0, 99.0))]
+    rows = [{"form": form, "top1": top1, **learning.SOURCE, "lr": lr} for form, lr, both in tops for top1 in both]
+    assert choose.chosen(rows)["lr"] == 0.3
+
+
 @pytest.mark.parametrize("script", [learned, choose])
 def test_a_seed_named_twice_is_one(script, monkeypatch):
     ran: list[int] = []

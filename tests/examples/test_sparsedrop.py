@@ -90,11 +90,11 @@ def test_images_of_mnist_as_its_files_have_them(name, folder, tmp_path):
 
 
 def test_training_stops_when_the_held_out_loss_stays(monkeypatch):
-    losses = iter([2.0, 1.0, 1.5, 1.2, 1.1, 0.5])
-    monkeypatch.setattr(runs, "evaluate", lambda *_: (next(losses), 50.0))
+    found = iter([(2.0, 60.0), (1.0, 50.0), (1.5, 70.0), (1.2, 50.0), (1.1, 50.0), (0.5, 50.0)])  # loss, accuracy
+    monkeypatch.setattr(runs, "evaluate", lambda *_: next(found))
     task = dataclasses.replace(TINY, epochs=100, patience=3)
     got = runs.train(task, tasks.load(task, None), "sparsedrop", 0.5, 8, 0, "cpu")
-    assert (got["val_loss"], got["best_step"], got["steps"], got["ended"]) == (1.0, 2, 5, "patience")
+    assert (got["val_loss"], got["val_accuracy"], got["best_step"], got["steps"], got["ended"]) == (1.0, 50.0, 2, 5, "patience")
     with pytest.raises(ConfigError, match="expected an evaluation every 500 steps with a finite loss, got none in 2 steps of 64 images"):
         runs.train(dataclasses.replace(task, every=500, epochs=1), tasks.load(task, None), "dense", 0, 8, 0, "cpu")
 
@@ -136,6 +136,8 @@ def test_the_table_goes_on_where_it_was_and_takes_the_best_p(tmp_path, capsys):
     assert same == [[r[c] for c in ("p", "val_accuracy", "val_loss", "steps")] for r in rows]
     made = table_1.side_by_side([{**r, "val_accuracy": "99" if r["p"] == "0.5" else "1"} for r in rows])
     assert [r["best p"] for r in made] == ["0", "0.5", "0.5"] and "published val_loss" in made[0]
+    made = table_1.side_by_side([{**r, "task": "gpt", "val_accuracy": "99" if r["p"] == "0.5" else "1", "val_loss": r["p"]} for r in rows])
+    assert [r["best p"] for r in made] == ["0", "0.1", "0.1"], "of the GPT by loss"
     told = [("sparsedrop", block, device, "0.1", accuracy) for block, device, accuracy in (("32", "cpu", "97"), ("16", "cpu", "98"), ("16", "cuda", "99"))]
     told = [("dense", "", "cpu", "0", "96"), *told]
     made = table_1.side_by_side([{**rows[0], **dict(zip(("method", "block", "device", "p", "val_accuracy"), of, strict=True))} for of in told])

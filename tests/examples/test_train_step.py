@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import plots
 import pytest
@@ -47,6 +48,19 @@ def test_steps_as_graphs(tmp_path):
         ("dense_graphed", "", "pass"), ("fxmask_graphed", "1", "pass"), ("fxmask_graphed", "10", "pass"),
     ]  # fmt: skip
     assert all((r["peak_bytes"] == "") == ("graphed" in r["contender"]) for r in rows)
+
+
+def test_a_peak_is_of_what_is_held_at_once():
+    """Not of all that a step allocates: four times a mebibyte, of which two at a time."""
+
+    def step():
+        held = torch.empty(2**20, dtype=torch.uint8)
+        for _ in range(3):
+            held = torch.empty(2**20, dtype=torch.uint8)
+        del held
+
+    peak = step_measure._peak(SimpleNamespace(batch=(torch.zeros(1),), step=step))
+    assert 2 * 2**20 <= peak < 3 * 2**20
 
 
 def test_steps_by_scores_that_last(tmp_path):
