@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from data import DataMissing
+from thesis import checkpoint
 from thesis.csv_files import replacing
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -120,7 +121,7 @@ def _write(logits: dict[str, Tensor], values: dict[str, Tensor]) -> None:
 
 def _save(path: Path, state: dict[str, Any]) -> None:
     with replacing(path) as part:
-        torch.save(state, part)
+        checkpoint.write(part, state)
 
 
 def _load(path: Path | None, run: dict[str, Any], optimizer: torch.optim.Optimizer, schedule: Any) -> None:

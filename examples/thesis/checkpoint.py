@@ -25,13 +25,26 @@ class CheckpointError(FxMaskError):
 def save(folder: Path, state: dict[str, Any]) -> None:
     """Write `state` as the folder's last checkpoint; the one before it is kept, or the last whole one where that is cut off."""
     new = folder / "checkpoint.new.pt"
-    with new.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    write(new, state)
     if zipfile.is_zipfile(folder / LAST):  # where it is not, BEFORE is what the run went on from, and all that a kill now would leave
         os.replace(folder / LAST, folder / BEFORE)
     os.replace(new, folder / LAST)
+
+
+def write(path: Path, state: dict[str, Any]) -> None:
+    """`torch.save`, down to the disk. Raises: CheckpointError where there is no room, of which torch's own error does not speak; nothing is left of it then."""
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:
+        why = error if isinstance(error, OSError) else error.__context__  # torch closes its archive behind the write that failed
+        if not isinstance(why, OSError):
+            raise
+        path.unlink(missing_ok=True)
+        what = f"{path}: cannot be written: {why.strerror}"
+        raise CheckpointError(f"{what}.\n  fix: make room; the same command goes on from the checkpoint before.") from None
 
 
 def begin_again(folder: Path) -> None:

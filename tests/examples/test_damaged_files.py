@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import data
 import pytest
@@ -97,6 +98,16 @@ def test_files_that_are_no_checkpoint(state, tmp_path):
         checkpoint.load(tmp_path)
     with pytest.raises(data.DataMissing, match=r"--checkpoint .*: expected the state_dict of resnet18, got \w+Error: "):
         networks.pretrained("resnet18", path, tmp_path, seed=0, batch=2, workers=0, limit=None, device="cpu")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that has no room is Linux's")
+def test_a_disk_that_is_full(tmp_path, capsys):
+    """No traceback of torch's archive, and nothing is left that takes room."""
+    new = tmp_path / "checkpoint.new.pt"
+    new.symlink_to("/dev/full")
+    assert program.main([*DENSE, "--dense", "--out", str(tmp_path)]) == 2
+    assert f"{new}: cannot be written: No space left on device.\n  fix: make room; the same command goes on" in capsys.readouterr().err
+    assert not new.is_symlink() and program.main([*DENSE, "--dense", "--out", str(tmp_path)]) == 0 and (tmp_path / checkpoint.LAST).is_file()
 
 
 @pytest.fixture(scope="module")
