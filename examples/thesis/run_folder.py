@@ -43,6 +43,12 @@ def log_of(out: Path) -> list[dict[str, str]]:
     return csv_files.numbers(out / "log.csv", rows, *(rows[0] if rows else ()))
 
 
+def sums_of(log: list[dict[str, str]]) -> dict[str, Any]:
+    """What a table has of all epochs together: flips, TFLOP and seconds."""
+    flop, seconds = (sum(float(row[column]) for row in log) for column in ("flop", "seconds"))
+    return {"flips": sum(int(row["flips"]) for row in log), "train_tflop": f"{flop / 1e12:.2f}", "train_seconds": f"{seconds:.0f}"}
+
+
 def test_of(out: Path) -> dict[str, float] | None:
     """Accuracies on the test images. Raises: ConfigError where they are no numbers."""
     found = _json(out / "test.json")
