@@ -16,6 +16,7 @@ import plots
 import pytest
 import torch
 import torch.distributed as dist
+import train as common
 from distributed.imagenet_runs import OPTIONS, ROOT, TEST_IMAGES, broken_off, make_folder, rows, state
 from image_folder import Seeded
 from saved_states import same
@@ -25,6 +26,7 @@ from thesis.imagenet_data import open_images, torchvision_sets
 from thesis.imagenet_model import build
 from thesis.imagenet_run import Run
 from thesis.ranks import Ranks
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import fxmask
@@ -84,6 +86,26 @@ def test_a_run_learns(whole):
     assert (whole / "accuracy.png").exists()
     told = json.loads((whole / "run.json").read_text())
     assert (told["classes"], told["train_images"], told["steps_per_epoch"], told["batch_per_process"]) == (4, 48, 6, 8)
+
+
+def test_what_a_row_is_made_of(options, tmp_path, monkeypatch):
+    """Sums over images, which means are made of; accuracies as the other examples have them; seconds of before a stop; random numbers of step and rank."""
+    args = program.arguments([*options, str(tmp_path), "--mix-prob", "0", "--smoothing", "0"])
+    run, other, seeds = Run(args, ALONE), Run(args, ALONE), []
+    found, known = run.evaluate(), common.evaluate(run.model, run.images.test())
+    assert {c: found[c] for c in known} == pytest.approx(known, rel=1e-5) and found["top1"] < found["top5"] == 100  # of four classes
+    images, labels = next(iter(run.images.train(1, 0)))
+    with torch.no_grad():
+        loss, right = F.cross_entropy(logits := run.model(images), labels), (logits.argmax(1) == labels).sum()
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    run.train_step(images, labels)
+    assert run.sums.tolist() == pytest.approx([8 * float(loss), int(right), 8], rel=1e-5)
+    run.ranks = Ranks(1, 2, ALONE.device, grouped=False)
+    run.train_step(images, labels)
+    assert seeds == [0, 2 * 1 + 1]
+    run.ranks, run.seconds = ALONE, 5.0
+    run.save()
+    assert other.resume() and (other.step, other.seconds, other.sums.tolist()) == (2, 5.0, run.sums.tolist())
 
 
 @pytest.mark.parametrize("workers", [0, 2])

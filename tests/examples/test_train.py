@@ -13,7 +13,10 @@ import torch
 import train
 from thesis import lock
 from thesis import train as thesis_train
-from tracking import COLUMNS
+from torch import nn
+from tracking import COLUMNS, MaskTracker
+
+import fxmask
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -56,6 +59,19 @@ def test_csv(masked):
     # elements of XPatch, XChannel1, XChannel2 and what is masked of them: no ragged blocks here
     expected = (0.5 * 64 * 64 + 0.75 * 128 * 32 + 0.25 * 32 * 128) / (64 * 64 + 2 * 128 * 32)
     assert float(rows[0]["ratio_achieved"]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_tracker_weighs_layers_by_their_elements_and_counts_every_block_that_changes(monkeypatch):
+    model = fxmask.apply(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 64)), ratio=0.5, block=(16, 16), overrides={"1": {"ratio": 0.75}}, exclude=())
+    tracker = MaskTracker(model)
+    assert tracker.ratio_achieved() == pytest.approx((0.5 * 32 * 32 + 0.75 * 32 * 64) / (32 * 32 + 32 * 64))
+    first, second = (torch.tensor(kept).bool() for kept in ([[1, 1], [0, 0]], [[1, 0], [1, 0]]))
+    tracker.now, tracker.active = {"0.weight": first.clone()}, {"0.weight": torch.zeros(2, 2, dtype=torch.int64)}
+    masks = iter((first, second, second))
+    monkeypatch.setattr(tracker, "read", lambda: {"0.weight": next(masks)})
+    flips = [(tracker.before_step(), tracker.take_flips())[1] for _ in range(3)]
+    assert flips == [0, 2, 0], "one leaves and one comes"
+    assert tracker.active["0.weight"].tolist() == [[3, 1], [2, 0]] and tracker.all_flips == 2
 
 
 def test_means_are_over_images(tmp_path):
