@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checked_arguments import check_numbers
 
-from thesis import csv_files, lock, run_folder
+from thesis import csv_files, lock, run_folder, train
 from thesis.accuracy_table import DATA_NAMES
 from thesis.recipes import COMMON as SHORT
 from thesis.recipes import LR
@@ -110,8 +110,11 @@ def run(args: argparse.Namespace) -> int:
     csv_files.read_own(args.csv, COLUMNS)  # before anything is trained for it
     for name in args.only:
         out = args.runs / name
-        command = [sys.executable, str(HERE / "train.py"), "--data", args.data, "--root", str(args.root), "--epochs", str(args.epochs), *COMMON]
-        command += ["--seed", str(args.seed), "--threads", str(args.threads), "--out", str(out), *RUNS[name]]
+        words = ["--data", args.data, "--root", str(args.root), "--epochs", str(args.epochs), *COMMON, "--seed", str(args.seed), *RUNS[name]]
+        facts = run_folder.facts_of(out)
+        if facts is not None:
+            run_folder.same_settings(vars(train.arguments(words)), facts, out, "this command says", "another --runs folder")
+        command = [sys.executable, str(HERE / "train.py"), *words, "--threads", str(args.threads), "--out", str(out)]
         print(f"== {name}", flush=True)
         if subprocess.run(command, check=False).returncode:
             return 1

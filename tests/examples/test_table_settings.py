@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import threading
+from types import SimpleNamespace
 
 import plots
 import pytest
@@ -146,6 +147,19 @@ def test_a_row_of_the_modes_has_the_last_epoch_s_values_and_all_epochs_sums(tmp_
     assert [row[c] for c in ("top1", "top5", "train_acc", "val_loss", "ratio_achieved")] == ["500.00", "600.00", "400.00", "300.0000", "700.0000"]
     assert [row[c] for c in ("flips", "train_tflop", "train_seconds")] == [808, "1010.00", "1212"]
     assert [row[c] for c in ("mode", "guard", "schedule", "target_ratio", "seed", "epochs")] == ["ste", "free", "constant", 0.8, 3, 2]
+
+
+def test_the_modes_refuse_the_folder_of_another_run_in_their_own_words(tmp_path, monkeypatch, capsys):
+    """Not in those of train.py, whose --out and --fresh they do not have; the same command is given to train.py."""
+    begun: list[list[str]] = []
+    monkeypatch.setattr(cifar10_modes.subprocess, "run", lambda command, **_: begun.append(command) or SimpleNamespace(returncode=1))
+    command = ["--root", str(tmp_path), "--only", "ste-adam-free", "--runs", str(tmp_path / "runs"), "--csv", str(tmp_path / "t.csv")]
+    assert cifar10_modes.main(command) == 1
+    facts = vars(program.arguments(begun[0][2:]))
+    finished(tmp_path / "runs" / "ste-adam-free", rows=1, **json.loads(json.dumps(facts, default=str)))
+    assert cifar10_modes.main(command) == 1 and begun[0] == begun[1]
+    assert cifar10_modes.main([*command, "--seed", "1"]) == 2 and len(begun) == 2
+    assert "expected a run with seed 1, as this command says, got one with seed 0.\n  fix: another --runs folder." in capsys.readouterr().err
 
 
 def test_the_modes_keep_the_rows_of_other_runs(tmp_path):
