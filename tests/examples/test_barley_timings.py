@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import plots
 import pytest
 import torch
@@ -120,6 +122,13 @@ def test_epochs(tmp_path, capsys, monkeypatch):
     assert "scaled" in out and "of 2 rows" in out
     monkeypatch.setattr(barley_figure_10, "group", unused)
     assert barley_figure_10.main(command) == 0 and plots.read_csv(path) == rows
+
+
+def test_an_epoch_at_the_limit_is_scaled_by_the_largest_batch_that_was_measured(monkeypatch):
+    monkeypatch.setattr(barley_figure_10, "largest_batch", lambda a, activations: 7)
+    rows = [{"activations": "dense", "batch": batch, "images_per_s": speed} for batch, speed in (("8", "10"), ("16", "20"))]
+    (found,) = barley_figure_10.at_the_limit(rows, SimpleNamespace(activations=["0.5:8"], memory=1, model="tiny"))
+    assert found["epoch, s"] == "2500 scaled"
 
 
 @pytest.mark.slow

@@ -89,6 +89,15 @@ def test_images_of_mnist_as_its_files_have_them(name, folder, tmp_path):
     assert abs(x[:, :, 2:30, 2:30].mean()) < 1e-2 and x[:, 0, 2, 29].min() > 0
 
 
+def test_an_evaluation_is_the_mean_over_all_that_is_predicted():
+    """Of a GPT every character, in batches of unequal size."""
+    y = torch.tensor([[0, 1], [1, 1], [0, 2]])
+    logits = torch.tensor([0.0, 1.0, 0.0, 0.0]).expand(3, 2, 4)
+    model = nn.Identity()
+    loss, accuracy = runs.evaluate(model, (logits, y), 2)
+    assert loss == pytest.approx(float(nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()))) and accuracy == 50
+
+
 def test_training_stops_when_the_held_out_loss_stays(monkeypatch):
     found = iter([(2.0, 60.0), (1.0, 50.0), (1.5, 70.0), (1.2, 50.0), (1.1, 50.0), (0.5, 50.0)])  # loss, accuracy
     monkeypatch.setattr(runs, "evaluate", lambda *_: next(found))

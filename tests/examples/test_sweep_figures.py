@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,18 @@ def test_curves(part):
     assert [line.get_label() for line in unmasked.lines] == ["32x32"] and "2 of 19 blocks at 80%" in masked.get_title()
     same = {line.get_label(): line.get_color() for line in masked.lines}
     assert unmasked.lines[0].get_color() == same["32x32"] != same["64x64"]
+
+
+def test_seeds_of_a_cell_are_averaged(part):
+    """In the curves at every epoch, as in the heat map."""
+    runs, jobs = part
+    run = next(run for run in runs if run.job.name == "64x64-0.8-masked-seed0")
+    other = replace(run, log=[{**row, "top1": str(float(row["top1"]) + 2)} for row in run.log])
+    modes = list(sweep_figures.modes_of(jobs))
+    (line,) = sweep_figures.curves([run, other], jobs, modes, 0.8).axes[0].lines
+    assert line.get_ydata()[0] == pytest.approx(71 / 200 + 1) and line.get_ydata()[-1] == 72
+    (text,) = sweep_figures.heatmap([run, other], jobs, *modes[0]).axes[0].texts
+    assert text.get_text().startswith("72.0 %")
 
 
 def test_files(part, tmp_path):

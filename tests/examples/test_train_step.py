@@ -226,11 +226,13 @@ class Slowed(step_measure.Watch):
         return "clocks were held down: power limit"
 
 
-def test_state_of_the_machine():
+def test_state_of_the_machine(monkeypatch):
     def state(share, watch):
         return step_group.state_of(CPU, watch, 0.5, share)
 
     quiet = step_measure.Watch(CPU)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert [step_group.state_of(CPU, quiet, load, 0.99)["verdict"] for load in (2.0, 2.5)] == ["ok", "busy: load 2.5 on 2 cores"]
     assert state(0.99, quiet)["busy"] == "0"
     waited = state(0.5, quiet)
     assert waited["busy"] == "1" and waited["verdict"] == "busy: 0.50 of a core"
