@@ -30,17 +30,19 @@ from fxmask.bench.provenance import provenance
 
 NEAR = 0.15
 BATCH = {"resmlp-s12": 16}  # where train_step.py's default is not the batch that was measured
+ASKED = {"dtype": "fp32", "optimizer": "adamw", "masked_step": "on", "refresh": "10"}  # as train_step.py's defaults are, and `advise` answers for
 CSV = Path(__file__).resolve().parents[1] / "results" / "epyc" / "train_step.csv"
 
 
 def measured(rows: list[dict[str, str]], model: str, batch: int, block: int, ratio: float, threads: int) -> float | None:
-    """Dense eager over fxmask eager, refresh 10; None where the csv has no such row of this machine and this setting of its allocator. The latest counts."""
+    """Dense eager over fxmask eager as `ASKED`; None where the csv has no such row of this machine and this setting of its allocator. The latest counts."""
     found: dict[str, float] = {}
     here = (model, str(batch), str(threads), provenance(torch.device("cpu"))["device"])
     for row in rows:
         if (row["model"], row["batch"], row["threads"], row["device"]) == here and row["contender"] in ("dense_eager", "fxmask_eager"):
             ours = row["contender"] == "fxmask_eager"
-            if float(row["ratio"]) == ratio and row["block"] == str(block) and (not ours or row["refresh"] == "10"):
+            same = all(row[k] == v for k, v in ASKED.items() if ours or k in ("dtype", "optimizer"))
+            if float(row["ratio"]) == ratio and row["block"] == str(block) and same:
                 found[row["contender"]] = float(row["ms_p50"])
     return found["dense_eager"] / found["fxmask_eager"] if len(found) == 2 else None
 
@@ -79,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     """Ask, compare, show; 1 where what is expected is off, or loses."""
     checked.masks(args.block, args.ratio)
     torch.set_num_threads(args.threads)
-    known = read(args.csv, ("model", "batch", "threads", "device", "contender", "ratio", "block", "refresh", "ms_p50"))
+    known = read(args.csv, ("model", "batch", "threads", "device", "contender", "ratio", "block", *ASKED, "ms_p50"))
     numbers(args.csv, numbers(args.csv, known, "ratio"), "ms_p50", above=0)
     rows = []
     for name in args.model:

@@ -11,13 +11,17 @@ from benchmarks import advice, page_faults
 import fxmask
 from fxmask.bench.provenance import provenance
 
-COLUMNS = ("device", "model", "batch", "threads", "block", "ratio", "contender", "refresh", "ms_p50")
+COLUMNS = ("device", "model", "batch", "threads", "block", "ratio", "contender", "refresh", "ms_p50", "dtype", "optimizer", "masked_step")
 
 
 def csv_of(path, dense, ours):
     here = (provenance(torch.device("cpu"))["device"], "tiny", 4, 1, 8, 0.75)
     rows = [(*here, "dense_eager", "", dense), (*here, "fxmask_eager", 1, 1e9), (*here, "fxmask_eager", 10, ours)]
     rows += [("another machine", *here[1:], "fxmask_eager", 10, 1e9), (*here[:2], 16, *here[3:], "fxmask_eager", 10, 1e9)]
+    rows = [(*row, "fp32", "adamw", "on") for row in rows]
+    others = (("bf16", "adamw", "on"), ("fp32", "sgd", "on"))  # other runs of the same model, later
+    rows += [(*here, contender, refresh, 1e9, *other) for other in others for contender, refresh in (("dense_eager", ""), ("fxmask_eager", 10))]
+    rows += [(*here, "fxmask_eager", 10, 1e9, "fp32", "adamw", "off")]
     with path.open("w", newline="") as file:
         out = csv.writer(file)
         out.writerows([COLUMNS, *rows])
