@@ -23,13 +23,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_stages_survive_failures(tmp_path):
     # a stage that hangs, with a child that would outlive it and that ignores a polite end
-    hang = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print('hanging'); time.sleep(60)"
+    hang = "print('hanging'); import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
     stages = [
         Stage("first", python("-c", "print('one'); print('two')"), 20),
         Stage("broken", python("-c", "raise SystemExit(3)"), 20),
         Stage("again", python("-c", "print('retried')"), 20, after_failure_of="broken"),
         Stage("never", python("-c", "print('no')"), 20, after_failure_of="first"),
-        Stage("hanging", python("-c", hang), 1.0),
+        Stage("hanging", python("-c", hang), 3.0),
         Stage("absent", ["/no/such/program"], 20),
         Stage("elsewhere", python("-c", "pass"), 20, skip="no tool"),
         Stage("last", python("-c", "import os; print(os.environ['MORE'])"), 20, env={"MORE": "more"}),
@@ -136,6 +136,7 @@ def test_ceilings_are_in_units_a_second(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_stage_fails_where_a_cell_does(tmp_path, monkeypatch, capsys, right):
+    pytest.importorskip("triton")
     monkeypatch.setattr(device_stages, "check_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(nm, "TINY", (8, 4, 8))
     cells = [nm.NM(provider, "step", *nm.TINY, "fp32") for provider in ("dense", "masked_dense")]
