@@ -14,7 +14,7 @@ import torch
 from ..kernels import gpu_choice
 from . import table
 from .cells import products
-from .compare import usable
+from .compare import RATED, usable
 from .provenance import SAME
 
 STEPS = 3.0  # weight of a whole step's error, which is what the choice is of
@@ -22,9 +22,9 @@ PROVIDERS = {"triton": "fxmask_triton", "masked_dense": "masked_dense"}
 
 
 def read(path: str) -> list[dict[str, str]]:
-    """Rows of a benchmark in 16 bits that passed their gate and have a time, of the sources and the machine that were measured last."""
-    rows = table.read(Path(path))
-    return [r for r in rows if all(r[c] == rows[-1][c] for c in SAME) and usable(r) and r["dtype"] in ("bf16", "fp16") and r["ms_p50"]]
+    """Rows of a benchmark in 16 bits that passed their gate and have a time, of the sources and the GPU that were measured last."""
+    rows = [r for r in table.read(Path(path)) if r["dtype"] in RATED and not r["threads"]]  # a CPU's may stand behind them
+    return [r for r in rows if all(r[c] == rows[-1][c] for c in SAME) and usable(r) and r["ms_p50"]]
 
 
 def sizes(r: dict[str, str]) -> tuple[int, tuple[int, int], tuple[int, int], float]:

@@ -95,6 +95,13 @@ def test_rows_of_the_last_sources_and_machine_alone_are_fitted(tmp_path):
     assert [(r["source"], r["device"]) for r in fit_choice.read(str(path))] == [tuple(table.read(path)[0][c] for c in ("source", "device"))] * 2
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_rows_of_a_cpu_in_the_same_file_are_left_out(tmp_path, dtype):
+    path = tmp_path / "bench.csv"
+    path.write_bytes(recorded() + recorded(device="a CPU", threads="1", dtype=dtype).splitlines()[1])
+    assert [(r["device"], r["dtype"]) for r in fit_choice.read(str(path))] == [("NVIDIA H200", "bf16")]
+
+
 def test_predictions_are_near_the_recorded_steps():
     for (tokens, shape, block, density), factor in recorded_steps():
         assert gpu_choice.factor(tokens, shape, block, density) == pytest.approx(factor, rel=0.2)
