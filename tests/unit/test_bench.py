@@ -161,6 +161,8 @@ def test_a_wrong_provider_gets_no_time(tmp_path):
         row = rows["fxmask_reference"]
         assert row["gate"] == "fail" and not row["ms_p50"] and row["verdict"].startswith("none: ")
         assert rows["masked_dense"]["gate"] == "pass"
+        again, _ = make_run(tmp_path / name)  # of the same sources: it is not tried again
+        assert run_cells(again, some_cells("forward/*/b64x64/r0.8/*")) == 0 and again.table.rows == run.table.rows
     run, _ = make_run(tmp_path / "metadata", registry={**providers.REGISTRY, "fxmask_reference": wrong})
     run_cells(run, some_cells("metadata.block_index*"))
     assert {(r["provider"], r["gate"]) for r in run.table.rows} == {("fxmask_reference", "fail"), ("fxmask_auto", "pass")}

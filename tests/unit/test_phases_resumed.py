@@ -93,6 +93,16 @@ def test_a_phase_that_begins_inside_dense(step, block):
     assert same(fxmask.masks(model)["0.weight"], best_blocks(model[0].weight, block, 0.6))
 
 
+def test_blocks_that_change_inside_dense_before_masks_begin():
+    from fxmask.passes.state import taken_steps
+
+    model = fxmask.apply(mlp(), config({2: dict(block=(16, 16))}, refresh=3, start=9))
+    with fxmask.dense(model):
+        taken_steps.advance([(site, w) for _, site, w in sites(model)], 2)
+    mask = fxmask.masks(model)["0.weight"]
+    assert mask.shape == (6, 4) and mask.all()
+
+
 def test_health_begins_anew_with_other_blocks(tmp_path):
     model, optimiser = run(config({4: dict(block=(16, 16))}, backward="ste"))
     log, rows = fxmask.HealthLog(model), []
