@@ -294,6 +294,7 @@ WRONG = {
     "soft gain": (dict(soft=True, gain=True, schedule=fxmask.Schedule(steps=9)), "soft=True lets blocks fade, and gain=True makes up for blocks"),
     "movement": (dict(criterion="movement"), "backward='masked' leaves masked ones standing: expected backward='ste'"),
     "soft": (dict(soft=True), "soft=True scales masked blocks down over the ramp of a schedule: expected schedule="),
+    "soft constant": (dict(soft=True, schedule=fxmask.Schedule("constant")), r"expected schedule=.*, got Schedule\(kind='constant'"),
     "soft=1": (dict(soft=1), "soft: expected a bool, got 1"),
     "gain": (dict(gain="yes"), "gain: expected a bool, got 'yes'"),
     "regrow": (dict(regrow="random"), "regrow: expected None or a fxmask.Regrow, got 'random'"),
@@ -301,6 +302,7 @@ WRONG = {
     "ties": (dict(average=0.5, ties="keep"), "expected ties='lowest' with average, hysteresis, regrow or gain, and of masks or scores given, got 'keep'"),
     "random": (dict(criterion="random", hysteresis=0.5), "criterion='random' has no scores to average"),
     "refresh": (dict(criterion="taylor", refresh=0), "refresh=0 builds the mask once: expected refresh of at least 1"),
+    "refresh hysteresis": (dict(hysteresis=0.1, refresh=0), "refresh=0 builds the mask once: expected refresh of at least 1"),
     "criterion": (dict(criterion="taylr"), f"unknown criterion: expected one of {', '.join((*CRITERIA, *LEARNED))}"),
 }
 
