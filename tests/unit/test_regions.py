@@ -41,6 +41,7 @@ OWN = {
     "not pruned": ([PRUNED], "3.fc", False),
     "masked, not pruned": ([WeightMask(), PRUNED], "1.fc", dict(activations=False)),
     "n:m": ([NMMask()], "2.fc", dict(n=1)),
+    "cover": ([WeightMask(ratio=0.75)], "2.fc", dict(cover=True)),
     "decay": ([NMMask(mode="sr-ste")], "3.fc", dict(decay=0.1)),
 }
 

@@ -14,7 +14,7 @@ from fxmask.kernels.grid import expand_mask, keep_count
 from fxmask.passes.settings.config import SCHEDULES
 
 FORMS = pytest.mark.parametrize("form", ["module", "graph"])
-NEEDY = [dict(start=3), dict(refresh=2), dict(schedule=fxmask.Schedule(steps=5)), dict(backward="rigl")]
+NEEDY = [dict(start=1), dict(refresh=2), dict(schedule=fxmask.Schedule(steps=5)), dict(backward="rigl")]
 
 
 def masked(form="module", **options):
