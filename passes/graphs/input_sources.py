@@ -67,7 +67,7 @@ def _is_of_an_object(source: Node) -> bool:
 
 def is_buffer(source: Node) -> bool:
     """Whether an input is a module's buffer."""
-    return "_buffers" in _held_by(source)
+    return "._buffers[" in getattr(_source_of(source), "name", "")  # the table; an object may hold a tensor by that name
 
 
 def _source_of(node: Node) -> Any:

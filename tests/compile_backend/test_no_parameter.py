@@ -2,6 +2,7 @@
 
 import operator
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +76,23 @@ def test_a_tensor_that_is_no_parameter_stays_dense_and_one_that_is_trained_does_
         (text,) = graph_of(model, x, **OPTIONS)
     assert len(told) == 1
     FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
+class Holding(nn.Module):
+    """Multiplies by what an object holds that is no module."""
+
+    def __init__(self, **held):
+        super().__init__()
+        self.held = SimpleNamespace(**held)
+
+    def forward(self, x):
+        return F.linear(x, self.held._buffers)
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_a_trained_tensor_that_an_object_calls_as_modules_call_their_tables_of_buffers_is_no_buffer():
+    (text,) = graph_of(Holding(_buffers=torch.randn(32, 32, requires_grad=True)), torch.randn(4, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default(", 1, exactly=True).run(text)
 
 
 class Numbered(nn.Module):
