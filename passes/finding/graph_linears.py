@@ -24,8 +24,14 @@ CONSTANT = "its weight is a constant, not a parameter"
 
 
 def graph_modules(model: nn.Module) -> Iterator[tuple[str, GraphModule]]:
-    """Every GraphModule inside a model, with its path."""
-    return ((name, m) for name, m in model.named_modules() if isinstance(m, GraphModule))
+    """Every GraphModule inside a model, with its first path: a graph before its bodies, and behind all graphs that share it as one of theirs."""
+    paths: dict[GraphModule, str] = {}
+    for name, m in model.named_modules():
+        if isinstance(m, GraphModule) and m not in paths:
+            for path, inner in m.named_modules(prefix=name, remove_duplicate=False):
+                if isinstance(inner, GraphModule):
+                    paths[inner] = paths.pop(inner, path)  # at its last place there, behind whatever holds it
+    return ((name, m) for m, name in paths.items())
 
 
 def is_unflattened(model: nn.Module) -> bool:

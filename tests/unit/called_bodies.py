@@ -25,10 +25,24 @@ def in_a_body(product, dim=32):
 
 def called_twice(product, dim=32):
     """Of layers a and b; `product(graph, x, w)` gives the body's node."""
-    layers, graph = nn.ModuleDict({n: nn.Linear(dim, dim) for n in "ab"}), fx.Graph()
-    layers["body"] = body_of(product, dim)
+    return called({"body": body_of(product, dim)}, ("body", "body"), dim)
+
+
+def shared_by_two(product, dim=32):
+    """Two bodies, called for a layer each, that share the body in them, as branches of a condition do; the product stands in a body of that."""
+    shared = body_of(in_a_body(product, dim), dim)
+
+    def hold(graph, x, w):
+        graph.owning_module.shared = shared
+        return graph.call_function(torch.ops.higher_order.invoke_subgraph, (graph.get_attr("shared"), None, x, w))
+
+    return called({n: body_of(hold, dim) for n in ("first", "second")}, ("first", "second"), dim)
+
+
+def called(bodies, calls, dim):
+    layers, graph = nn.ModuleDict({n: nn.Linear(dim, dim) for n in "ab"} | bodies), fx.Graph()
     z = graph.placeholder("x")
-    for n in "ab":
-        z = graph.call_function(torch.ops.higher_order.invoke_subgraph, (graph.get_attr("body"), None, z, graph.get_attr(f"{n}.weight")))
+    for n, body in zip("ab", calls, strict=True):
+        z = graph.call_function(torch.ops.higher_order.invoke_subgraph, (graph.get_attr(body), None, z, graph.get_attr(f"{n}.weight")))
     graph.output(z)
     return fx.GraphModule(layers, graph)

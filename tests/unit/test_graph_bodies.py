@@ -8,7 +8,7 @@ from torch import nn
 from torch._higher_order_ops.map import map as over_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
-from unit.called_bodies import called_twice, in_a_body
+from unit.called_bodies import called_twice, in_a_body, shared_by_two
 
 import fxmask
 from fxmask.passes.graphs.graph_calls import MASKED_LINEAR
@@ -155,6 +155,25 @@ def test_a_body_of_two_layers_has_neither_name():
 def test_nor_has_a_body_in_it():
     gm = called_twice(in_a_body(lambda body, x, w: body.call_function(torch.ops.aten.linear.default, (x, w))))
     assert rows_of(gm)[0][0] == "body.inner.linear_default"
+
+
+def test_nor_has_one_in_a_body_that_two_others_share():
+    gm = shared_by_two(lambda body, x, w: body.call_function(torch.ops.aten.linear.default, (x, w)))
+    assert [r[0] for r in rows_of(gm)] == ["first.shared.inner.linear_default"]
+
+
+def test_both_layers_stay_dense_that_such_a_body_is_given_for_an_einsum():
+    gm = shared_by_two(lambda body, x, w: body.call_function(torch.einsum, ("bi,oi->bo", x, w)))
+    assert [r[0] for r in rows_of(gm)] == ["a", "b"]
+
+
+def test_such_a_body_is_given_no_constant_where_one_call_gives_a_parameter():
+    gm = shared_by_two(lambda body, x, w: body.call_function(torch.ops.aten.linear.default, (x, w)))
+    value = gm.a.weight.data
+    del gm.a.weight
+    gm.a.register_buffer("weight", value)
+    fxmask.apply(gm, **OPTIONS)  # warnings are errors here
+    assert ("first.shared.inner.linear_default", True, "selected") in rows_of(gm)
 
 
 @pytest.mark.parametrize("which", "ab")
