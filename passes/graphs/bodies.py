@@ -49,12 +49,13 @@ def graphs_of(gm: GraphModule) -> list[Body]:
 
 
 def _graphs(gm: GraphModule, closed: str, found: dict[GraphModule, str]) -> dict[GraphModule, str]:
-    """Each with what closes it."""
-    found[gm] = closed
+    """Each with what closes it; a graph before its bodies, and behind all graphs that share it as one of theirs."""
+    found[gm] = found.pop(gm, closed)
+    called: dict[GraphModule, str] = {}
     for node, inner, _ in bodies_of(gm):
-        name = getattr(node.target, "__name__", str(node.target))
-        if inner not in found:
-            _graphs(inner, closed or ("" if name in TRANSPARENT else f"the body of {name}"), found)
+        called.setdefault(inner, getattr(node.target, "__name__", str(node.target)))
+    for inner, name in called.items():
+        _graphs(inner, closed or ("" if name in TRANSPARENT else f"the body of {name}"), found)
     return found
 
 

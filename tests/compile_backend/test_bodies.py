@@ -212,6 +212,22 @@ def test_a_body_in_one_where_no_mask_may_stand_is_as_closed():
     assert [row["masked"] for row in fxmask.explain(model).rows] == [False, True]
 
 
+in_a_region = torch.compiler.nested_compile_region(lambda w, x: torch.einsum("bi,oi->bo", x, w))
+twice = torch.compiler.nested_compile_region(lambda w, x: in_a_region(w, x) + in_a_region(w, x + 1))
+SHARING = {
+    "checkpoints": lambda m, x: saved(lambda t: twice(m.a.weight, t), x) + saved(lambda t: twice(m.b.weight, t), x),
+    "branches": lambda m, x: torch.cond(x.sum() > 0, lambda t: twice(m.a.weight, t), lambda t: twice(m.b.weight, t), (x,)),
+}
+
+
+@pytest.mark.parametrize("how", SHARING)
+def test_a_region_that_bodies_share_is_told_of_for_the_layers_of_all_of_them(how):
+    model = Given(SHARING[how])
+    with pytest.warns(FxMaskWarning, match=r"^[ab] stays dense: einsum\(\) reads it|masked nothing") as told:
+        compiled(model, **OPTIONS)(torch.randn(4, 32))
+    assert sorted(str(w.message)[0] for w in told if "stays dense" in str(w.message)) == ["a", "b"]
+
+
 @pytest.mark.parametrize("how", SEVERAL)
 def test_a_region_that_is_given_weights_of_several_layers_stays_dense(how):
     model, x = Given(SEVERAL[how]), torch.randn(4, 32)
