@@ -50,7 +50,7 @@ def graphs_of(gm: GraphModule) -> list[Body]:
 
 def _graphs(gm: GraphModule, closed: str, found: dict[GraphModule, str]) -> dict[GraphModule, str]:
     """Each with what closes it; a graph before its bodies, and behind all graphs that share it as one of theirs."""
-    found[gm] = found.pop(gm, closed)
+    found[gm] = found.pop(gm, "") or closed
     called: dict[GraphModule, str] = {}
     for node, inner, _ in bodies_of(gm):
         called.setdefault(inner, getattr(node.target, "__name__", str(node.target)))

@@ -212,6 +212,20 @@ def test_a_body_in_one_where_no_mask_may_stand_is_as_closed():
     assert [row["masked"] for row in fxmask.explain(model).rows] == [False, True]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("first", [True, False])
+def test_a_region_that_such_a_body_shares_is_closed_wherever_it_is_called_first(first):
+    def forward(m, x):
+        y = shared(m.a.weight, x) if first else x
+        y = while_loop(lambda i, z: i < 2, lambda i, z: (i + 1, shared(m.a.weight, z)), (torch.tensor(0), y))[1]
+        return m.b(y if first else shared(m.a.weight, y))
+
+    model = Given(forward)
+    with pytest.warns(FxMaskWarning, match="^a stays dense: it stands in the body of while_loop"):
+        compiled(model, **OPTIONS)(torch.randn(4, 32))
+    assert [row["masked"] for row in fxmask.explain(model).rows] == [False, True]
+
+
 in_a_region = torch.compiler.nested_compile_region(lambda w, x: torch.einsum("bi,oi->bo", x, w))
 twice = torch.compiler.nested_compile_region(lambda w, x: in_a_region(w, x) + in_a_region(w, x + 1))
 SHARING = {
