@@ -14,7 +14,7 @@ from ..compiler.computed import computed
 from ..dropping import dropped_layers, other_dropouts
 from ..fused import resting_dropouts
 from ..health import HealthLog
-from ..inputs import DROPPED_INPUT, PRUNED_INPUT
+from ..inputs import DROPPED_INPUT, PRUNED_INPUT, RESTS
 from ..kernels.errors import ConfigError, first_of
 from ..nm.nm_layers import any_nm, element_mask, nm_layers
 from ..passes.counting.traced import backend_of
@@ -114,8 +114,8 @@ def _name_inputs(rows: list[dict[str, Any]], products: list[dict[str, Any]], pru
     for row in (*rows, *products):
         row |= {"activations": pruned.get(row["name"], row.get("activations")), "dropout": dropped.get(row["name"])}
     for row in rows:
-        if (row["reason"] == PRUNED_INPUT and not row["activations"]) or (row["reason"] == DROPPED_INPUT and not row["dropout"]):
-            row["reason"] = UNSEEN  # another layer is in its place now
+        if (row["reason"] in (PRUNED_INPUT, RESTS) and not row["activations"]) or (row["reason"] == DROPPED_INPUT and not row["dropout"]):
+            row["reason"] = UNSEEN  # another layer is in its place now, or it was restored
         row["name"] = plain(row["name"]) or "(the model itself)"
 
 

@@ -91,6 +91,14 @@ def test_a_layer_rests_or_trains_as_its_weight_does_by_now():
     assert rows["0"] == "dense; its input is saved pruned" and "asks for no gradient: nothing is saved" in rows["2"]
 
 
+@pytest.mark.parametrize("end", [fxmask.restore, lambda _: nn.Linear(64, 96).requires_grad_(False)], ids=["restored", "replaced"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_layer_that_is_pruned_no_more_is_not_said_to_rest(end, trains):
+    model = fxmask.apply(mlp(torch.float32).requires_grad_(trains), ActivationPruning(0.5, 16))
+    model[0] = end(model[0])
+    assert fxmask.explain(model).rows[0]["reason"].startswith("fxmask.apply has not seen it")
+
+
 @pytest.mark.parametrize("configs", [(ActivationPruning(0.5, 16),), (WeightMask(0.5), ActivationPruning(0.5, 16))], ids=["alone", "masked"])
 def test_a_layer_whose_weight_rests_packs_nothing(configs, monkeypatch):
     model, packed, real = fxmask.apply(mlp(torch.float32), *configs), [], prune.compress
