@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ from fxmask import FxMaskError
 from thesis import csv_files
 
 LAST, BEFORE = "checkpoint.pt", "checkpoint.before.pt"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PARTS = ("model", "masks", "optimiser", "scheduler", "progress", "tracker", "settings")
 
 
@@ -40,7 +42,7 @@ def write(path: Path, state: dict[str, Any]) -> None:
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:
         why = error if isinstance(error, OSError) else error.__context__  # torch closes its archive behind the write that failed
-        if not isinstance(why, OSError):
+        if not (isinstance(why, OSError) and why.errno in NO_ROOM):  # it says itself what it is
             raise
         path.unlink(missing_ok=True)
         what = f"{path}: cannot be written: {why.strerror}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -108,6 +109,28 @@ def test_a_disk_that_is_full(tmp_path, capsys):
     assert program.main([*DENSE, "--dense", "--out", str(tmp_path)]) == 2
     assert f"{new}: cannot be written: No space left on device.\n  fix: make room; the same command goes on" in capsys.readouterr().err
     assert not new.is_symlink() and program.main([*DENSE, "--dense", "--out", str(tmp_path)]) == 0 and (tmp_path / checkpoint.LAST).is_file()
+
+
+class Unsaved:
+    """What does not let itself be pickled, behind an error of a file that was seen to."""
+
+    def __reduce__(self):
+        try:
+            raise OSError(errno.ENOENT, "not there")
+        except OSError:
+            raise RuntimeError("its own reason") from None
+
+
+def test_other_errors_of_a_checkpoint_are_not_of_its_room(tmp_path):
+    """Whatever torch lets through: a folder that is gone, one that may not be written to, a state that is not pickled."""
+    path = tmp_path / "gone" / "a.pt"
+    with pytest.raises(FileNotFoundError):
+        checkpoint.write(path, {})
+    path.parent.mkdir()
+    with pytest.raises(RuntimeError, match="its own reason"):
+        checkpoint.write(path, {"a": Unsaved()})
+    with pytest.raises(AttributeError, match="pickle"):
+        checkpoint.write(path, {"a": lambda: 0})
 
 
 @pytest.fixture(scope="module")
