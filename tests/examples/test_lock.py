@@ -64,3 +64,13 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lock.fcntl, "lockf", none)
     with lock.held(tmp_path):
         assert "no file locks there (No locks available); see to it that no other run writes here" in capsys.readouterr().err
+
+
+def test_a_table_on_a_file_system_without_locks_is_written(tmp_path, monkeypatch, capsys):
+    def none(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(lock.fcntl, "flock", none)
+    with lock.alone(tmp_path / "t.csv"):
+        (tmp_path / "t.csv").write_text("a")
+    assert "t.csv: no file locks there (Function not implemented); see to it that no other process rewrites it" in capsys.readouterr().err
