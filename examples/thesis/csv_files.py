@@ -87,7 +87,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], end: str = "\r\n") -> None:
     """The whole table anew, or as it was."""
-    with replacing(path) as part, part.open("w", newline="") as file:
+    with replacing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, columns, lineterminator=end)
         table.writeheader()
         table.writerows(rows)

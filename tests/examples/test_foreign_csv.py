@@ -100,6 +100,12 @@ def test_a_csv_that_a_spreadsheet_has_saved(end, tmp_path):
     assert csv_files.read(tmp_path / "t.csv", ("a", "b")) == [{"a": "1", "b": "2"}]
 
 
+def test_a_table_is_read_as_it_was_written_whatever_the_locale(tmp_path, monkeypatch):
+    monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "latin-1")
+    csv_files.write(tmp_path / "t.csv", ["command"], [{"command": "--root B\u00e4ume"}])
+    assert csv_files.read(tmp_path / "t.csv") == [{"command": "--root B\u00e4ume"}]
+
+
 def test_what_younger_columns_and_cut_rows_are_allowed_for(tmp_path):
     path = tmp_path / "t.csv"
     assert csv_files.read_own(path, ("a", "b")) == []
