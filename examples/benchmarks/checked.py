@@ -35,7 +35,7 @@ def device_here(name: str) -> torch.device:
 def append(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], end: str = "\n") -> None:
     """Rows behind those that a csv has."""
     held = path.read_bytes() if path.exists() else b""
-    with path.open("a", newline="") as file:
+    with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator=end)
         if not held:
             writer.writeheader()
@@ -50,7 +50,7 @@ def table(option: str, path: Path | None, columns: Sequence[str]) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+", newline="", errors="replace") as file:
+        with path.open("a+", newline="", encoding="utf-8-sig", errors="replace") as file:  # which a spreadsheet begins by a mark
             file.seek(0)
             there = next(csv.reader(file), list(columns))
     except (OSError, csv.Error) as error:

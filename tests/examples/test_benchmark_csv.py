@@ -50,6 +50,10 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(tmp_
     (tmp_path / "t.csv").write_text("a,b\n1,2\n3")
     checked.append(tmp_path / "t.csv", ["a", "b"], [{"a": 5, "b": 6}])
     assert (tmp_path / "t.csv").read_text() == "a,b\n1,2\n3\n5,6\n"  # no row is glued to the half one of a killed run
+    (tmp_path / "s.csv").write_bytes("\N{ZERO WIDTH NO-BREAK SPACE}a,b\r\n1,2\r\n".encode())  # as a spreadsheet saves it
+    checked.table("--csv", tmp_path / "s.csv", ["a", "b"])
+    checked.append(tmp_path / "s.csv", ["a", "b"], [{"a": 5, "b": 6}])
+    assert (tmp_path / "s.csv").read_bytes() == "\N{ZERO WIDTH NO-BREAK SPACE}a,b\r\n1,2\r\n5,6\n".encode()
     with pytest.raises(ConfigError, match=r"--csv /proc/t\.csv: cannot be written: "):
         checked.table("--csv", Path("/proc/t.csv"), ["a"])
     os.mkfifo(tmp_path / "pipe")  # as /dev/stdout is, where another program reads it
