@@ -26,7 +26,7 @@ MAX_COLUMNS = 4  # snapshots over the run in figure 6.6
 
 
 def plot_run(out: Path) -> list[Path]:
-    """Draw `out/log.csv` and, of a masked run, `out/active_blocks.csv`; returns the files written, none if matplotlib is not installed.
+    """Draw `out/log.csv` and, of a masked run, `out/active_blocks.csv`; returns the files written, none if matplotlib cannot be imported.
 
     Raises:
         ConfigError: one of the two is not what a training has written, or no epoch has ended.

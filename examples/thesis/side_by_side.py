@@ -155,8 +155,8 @@ def can_draw(what: str) -> bool:
     """Whether matplotlib is there; says that there will be no `what` without."""
     try:
         import matplotlib  # noqa: F401
-    except ImportError:
-        print(f"no {what}: matplotlib is not installed (pip install matplotlib)")
+    except ImportError as error:
+        print(f"no {what}: matplotlib cannot be imported: {error} (pip install matplotlib)")
         return False
     return True
 

@@ -84,8 +84,9 @@ def parsed(path: Path) -> Any:
             raise SweepError(f"expected JSON, got {error}.") from None
     try:
         import yaml
-    except ImportError:
-        raise SweepError("YAML files need PyYAML, which is not installed.\n  fix: pip install PyYAML, or write the sweep as .json.") from None
+    except ImportError as error:
+        what = f"YAML files need PyYAML, which cannot be imported: {error}"
+        raise SweepError(f"{what}.\n  fix: pip install PyYAML, or write the sweep as .json.") from None
 
     class Loader(yaml.BaseLoader):
         pass

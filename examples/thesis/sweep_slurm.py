@@ -25,8 +25,9 @@ def submitit() -> ModuleType:
     """The package, which only this way of running a sweep needs."""
     try:
         import submitit
-    except ImportError:
-        raise SweepError("meta.run: slurm needs submitit, which is not installed.\n  fix: pip install submitit, or run: local.") from None
+    except ImportError as error:
+        what = f"meta.run: slurm needs submitit, which cannot be imported: {error}"
+        raise SweepError(f"{what}.\n  fix: pip install submitit, or run: local.") from None
     module: ModuleType = submitit
     return module
 

@@ -161,7 +161,8 @@ def test_files_that_cannot_be_read(tmp_path, capsys, monkeypatch):
         assert message in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert sweep.main(["list", str(SWEEPS / "small.yaml")]) == 2
-    assert "PyYAML, which is not installed.\n  fix: pip install PyYAML, or write the sweep as .json" in capsys.readouterr().err
+    why = "import of yaml halted; None in sys.modules"
+    assert f"PyYAML, which cannot be imported: {why}.\n  fix: pip install PyYAML, or write the sweep as .json" in capsys.readouterr().err
     assert sweep.main(["list", str(file_of(tmp_path)), "--out", str(tmp_path)]) == 0
     assert "0 of 4 runs have ended" in capsys.readouterr().out
 

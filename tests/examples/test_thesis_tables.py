@@ -197,7 +197,7 @@ def test_out_that_cannot_be_written(tmp_path, capsys):
 def test_without_matplotlib(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     side_by_side.save(tmp_path, "table", [{"a": 1}], draw=lambda: pytest.fail("drawn"))
-    assert "no table.png: matplotlib is not installed" in capsys.readouterr().out
+    assert "no table.png: matplotlib cannot be imported: import of matplotlib halted" in capsys.readouterr().out
     assert [p.name for p in tmp_path.iterdir()] == ["table.csv"]
 
 
