@@ -10,7 +10,7 @@ from thesis import masked_model, train_run
 from thesis import train as program
 from torch.utils.flop_counter import FlopCounterMode
 
-PLAIN = ("--threads", "1", "--data", "digits", "--batch", "64", "--warmup", "0", "--cooldown", "0", "--masks-from", "0", "--epochs", "1")
+PLAIN = ("--device", "cpu", "--threads", "1", "--data", "digits", "--batch", "64", "--warmup", "0", "--cooldown", "0", "--masks-from", "0", "--epochs", "1")
 UNMOVED = (*PLAIN, "--mix-prob", "0", "--smoothing", "0", "--lr", "1e-12", "--min-lr", "1e-12", "--weight-decay", "0", "--holdout", "300")
 CONFIG = ("--config", "ResMLP2 @ XPatch = masked 0.75 (16, 16); XChannel = masked 0.75 (16, 16);")
 

@@ -76,7 +76,7 @@ def test_a_tracker_weighs_layers_by_their_elements_and_counts_every_block_that_c
 
 def test_means_are_over_images(tmp_path):
     """Of a model that stands still; the last batch is smaller, and its images count as much as the others."""
-    words = ["--dense", "--epochs", "1", "--batch", "1000", "--lr", "1e-12", "--min-lr", "1e-12", "--out", str(tmp_path)]
+    words = ["--device", "cpu", "--dense", "--epochs", "1", "--batch", "1000", "--lr", "1e-12", "--min-lr", "1e-12", "--out", str(tmp_path)]
     (row,), args = run(tmp_path, *words[:-2]), train.arguments(words)
     data = train.load("digits", batch=1000)
     seen = train.evaluate(train.build(args, data), data.train(1))
