@@ -173,6 +173,7 @@ def test_what_stays_dense_is_reported():
     assert [r["reason"] for r in fxmask.explain(model).rows] == ["its rows have 27 elements, no multiple of 4"]
     model = fxmask.apply(nn.Sequential(nn.Linear(32, 18), nn.ReLU(), nn.Linear(20, 16)), NMMask(transposable=True))
     assert fxmask.explain(model).rows[0]["reason"] == "it has 18 rows, no multiple of 4 as transposable wants" and fxmask.explain(model).rows[1]["masked"]
+    assert {NMMask().misfit(torch.empty(size)) for size in ((16, 0), (0, 16))} == {"its rows have 0 elements, no multiple of 4"}
     assert fxmask.explain(fxmask.apply(net(), ratio=0.5)).summary["linears"] == 2  # no row for what no N:M mask was asked for
 
     class Own(nn.Conv2d):
