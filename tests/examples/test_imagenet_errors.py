@@ -84,8 +84,8 @@ def test_wrong_arguments(root, options, tmp_path, capsys, monkeypatch):
     assert "got process 1 and 0 GPU(s).\n  fix: --device cpu." in told(capsys, [*options, tmp_path, "--device", "cuda"])
     monkeypatch.setitem(sys.modules, "timm", None)
     start = ["--root", root, "--out", tmp_path]
-    assert "--timm resmlp_12_224: expected timm installed" in told(capsys, [*start, "--timm", "resmlp_12_224", "--batch", "8"])
-    assert "--loader timm: expected timm installed" in told(capsys, [*start, "--loader", "timm"])
+    assert "--timm resmlp_12_224: expected timm, got import of timm halted" in told(capsys, [*start, "--timm", "resmlp_12_224", "--batch", "8"])
+    assert "--loader timm: expected timm, got import of timm halted" in told(capsys, [*start, "--loader", "timm"])
     args = program.arguments([*options, str(tmp_path)])
     with pytest.raises(fxmask.FxMaskError, match=r"a multiple of the 3 processes, who share it, got 8.\n  fix: --batch 6 or 9"):
         Run(args, Ranks(0, 3, torch.device("cpu"), False))
