@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from ..graphs.element_masks import is_masking
 from ..graphs.graph_calls import LINEARS, Given, behind, call_stack, has_changed_input, layer_name, resolve, weight_arg
 from ..graphs.graph_site import graph_sites, graph_weights
-from ..graphs.regions import found_at
+from ..graphs.regions import found_at, holders_first
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
 from .dense_reads import Read, is_product, reads_in
@@ -25,13 +25,9 @@ CONSTANT = "its weight is a constant, not a parameter"
 
 def graph_modules(model: nn.Module) -> Iterator[tuple[str, GraphModule]]:
     """Every GraphModule inside a model, with its first path: a graph before its bodies, and behind all graphs that share it as one of theirs."""
-    paths: dict[GraphModule, str] = {}
-    for name, m in model.named_modules():
-        if isinstance(m, GraphModule) and m not in paths:
-            for path, inner in m.named_modules(prefix=name, remove_duplicate=False):
-                if isinstance(inner, GraphModule):
-                    paths[inner] = paths.pop(inner, path)  # at its last place there, behind whatever holds it
-    return ((name, m) for m, name in paths.items())
+    paths = {m: name for name, m in model.named_modules() if isinstance(m, GraphModule)}
+    found = holders_first(paths, lambda gm: (m for m in gm.modules() if m is not gm and isinstance(m, GraphModule)))
+    return ((paths[gm], gm) for gm in found)
 
 
 def is_unflattened(model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch.fx import GraphModule, Node
 
 from .graph_calls import Given, behind
-from .regions import bodies_of, given_to
+from .regions import bodies_of, given_to, holders_first
 
 # bodies that compute what they say, of operands that are passed one by one
 TRANSPARENT = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "cond", "invoke_subgraph")
@@ -37,9 +37,10 @@ class Body(NamedTuple):
 
 def graphs_of(gm: GraphModule) -> list[Body]:
     """The graph and the bodies inside it, each once."""
-    found = _graphs(gm, "", {})
+    found = _graphs(gm)
     given = given_to(found)
-    places = {n: list(_roots(n, given)) for n in given}
+    known: dict[Node, list[Node]] = {}
+    places = {n: _roots(n, given, known) for n in given}
     bodies = []
     for graph, closed in found.items():
         first = {n: places[n][0] if n in places else n for n in graph.graph.find_nodes(op="placeholder")}
@@ -48,17 +49,23 @@ def graphs_of(gm: GraphModule) -> list[Body]:
     return bodies
 
 
-def _graphs(gm: GraphModule, closed: str, found: dict[GraphModule, str]) -> dict[GraphModule, str]:
+def _graphs(gm: GraphModule) -> dict[GraphModule, str]:
     """Each with what closes it; a graph before its bodies, and behind all graphs that share it as one of theirs."""
-    found[gm] = found.pop(gm, "") or closed
-    called: dict[GraphModule, str] = {}
-    for node, inner, _ in bodies_of(gm):
-        called.setdefault(inner, getattr(node.target, "__name__", str(node.target)))
-    for inner, name in called.items():
-        _graphs(inner, closed or ("" if name in TRANSPARENT else f"the body of {name}"), found)
+    calls: dict[GraphModule, list[tuple[GraphModule, str]]] = {}
+
+    def called(graph: GraphModule) -> list[GraphModule]:
+        calls[graph] = [(inner, getattr(node.target, "__name__", str(node.target))) for node, inner, _ in bodies_of(graph)]
+        return [inner for inner, _ in calls[graph]]
+
+    found = dict.fromkeys(holders_first([gm], called), "")
+    for graph, closed in found.items():
+        for inner, name in calls[graph]:
+            found[inner] = found[inner] or closed or ("" if name in TRANSPARENT else f"the body of {name}")
     return found
 
 
-def _roots(n: Node, given: Given) -> dict[Node, None]:
-    """What an input comes from outside of all bodies that hand it on: from one place, or in several calls from several."""
-    return {root: None for outer in given[n] for root in _roots(outer, given)} if n in given else {n: None}
+def _roots(n: Node, given: Given, known: dict[Node, list[Node]]) -> list[Node]:
+    """What an input comes from outside of all bodies that hand it on: from one place, or in several calls from several. `known`: those of before."""
+    if n not in known:
+        known[n] = list(dict.fromkeys(root for outer in given[n] for root in _roots(outer, given, known))) if n in given else [n]
+    return known[n]

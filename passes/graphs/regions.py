@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -24,6 +24,23 @@ def bodies_of(gm: GraphModule) -> Iterator[tuple[Node, GraphModule, dict[Node, N
             inputs = inner.graph.find_nodes(op="placeholder")
             given = [a for a in operands[operands.index(bodies[-1]) + 1 :] if isinstance(a, Node)]
             yield node, inner, dict(zip(inputs, given, strict=True)) if len(inputs) == len(given) else {}
+
+
+def holders_first(graphs: Iterable[GraphModule], held: Callable[[GraphModule], Iterable[GraphModule]]) -> list[GraphModule]:
+    """Graphs and what they hold, each once, and behind all that hold it."""
+    seen: set[GraphModule] = set()
+    found: list[GraphModule] = []  # what a graph holds before it
+
+    def add(graph: GraphModule) -> None:
+        if graph not in seen:
+            seen.add(graph)
+            for inner in reversed([*held(graph)]):
+                add(inner)
+            found.append(graph)
+
+    for graph in reversed([*graphs]):
+        add(graph)
+    return found[::-1]
 
 
 def handed(gm: GraphModule) -> Iterator[tuple[Node, Node]]:

@@ -28,15 +28,28 @@ def called_twice(product, dim=32):
     return called({"body": body_of(product, dim)}, ("body", "body"), dim)
 
 
+def holding(**held):
+    """A body that calls those, one after the other."""
+    graph = fx.Graph()
+    x, w = (graph.placeholder(n) for n in "xw")
+    for name in held:
+        x = graph.call_function(torch.ops.higher_order.invoke_subgraph, (graph.get_attr(name), None, x, w))
+    graph.output(x)
+    return fx.GraphModule(held, graph)
+
+
 def shared_by_two(product, dim=32):
     """Two bodies, called for a layer each, that share the body in them, as branches of a condition do; the product stands in a body of that."""
     shared = body_of(in_a_body(product, dim), dim)
+    return called({n: holding(shared=shared) for n in ("first", "second")}, ("first", "second"), dim)
 
-    def hold(graph, x, w):
-        graph.owning_module.shared = shared
-        return graph.call_function(torch.ops.higher_order.invoke_subgraph, (graph.get_attr("shared"), None, x, w))
 
-    return called({n: body_of(hold, dim) for n in ("first", "second")}, ("first", "second"), dim)
+def shared_in_turn(product, depth, dim=32):
+    """The product stands in a body that two others share, and so on, each pair in one."""
+    body = body_of(product, dim)
+    for _ in range(depth):
+        body = holding(first=holding(shared=body), second=holding(shared=body))
+    return called({"body": body}, ("body", "body"), dim)
 
 
 def called(bodies, calls, dim):

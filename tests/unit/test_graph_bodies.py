@@ -8,9 +8,11 @@ from torch import nn
 from torch._higher_order_ops.map import map as over_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
-from unit.called_bodies import called_twice, in_a_body, shared_by_two
+from unit.called_bodies import called_twice, in_a_body, shared_by_two, shared_in_turn
 
 import fxmask
+from fxmask.passes.finding.graph_linears import graph_modules
+from fxmask.passes.graphs import bodies, regions
 from fxmask.passes.graphs.graph_calls import MASKED_LINEAR
 
 OPTIONS = dict(ratio=0.5, block=(8, 8))
@@ -174,6 +176,16 @@ def test_such_a_body_is_given_no_constant_where_one_call_gives_a_parameter():
     gm.a.register_buffer("weight", value)
     fxmask.apply(gm, **OPTIONS)  # warnings are errors here
     assert ("first.shared.inner.linear_default", True, "selected") in rows_of(gm)
+
+
+def test_bodies_that_others_share_in_turn_are_read_once_each(monkeypatch):
+    """And not by each of the ways to them, which double with every turn."""
+    gm, read = shared_in_turn(lambda body, x, w: body.call_function(torch.einsum, ("bi,oi->bo", x, w)), depth=6), []
+    monkeypatch.setattr(bodies, "bodies_of", lambda graph: [read.append(graph), *regions.bodies_of(graph)][1:])
+    found = bodies.graphs_of(gm)
+    assert [body.graph for body in found] == [graph for _, graph in graph_modules(gm)] and set(read) == {body.graph for body in found}
+    *_, w = found[-1].graph.graph.find_nodes(op="placeholder")
+    assert len(read) == len(found) == 20 and [str(n.target) for n in found[-1].places[w]] == ["a.weight", "b.weight"]
 
 
 @pytest.mark.parametrize("which", "ab")
