@@ -132,7 +132,7 @@ class Progress(NamedTuple):
 
     level: int = 0  # changes in force
     next: int = 0  # those of the optimiser's next step
-    best: float | None = None  # the lowest mean loss
+    best: float | None = None  # the lowest mean loss, or share of flips; None before the first
     total: float = 0.0  # of the losses since the last decision
     told: int = 0  # of these
 

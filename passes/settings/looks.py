@@ -26,10 +26,8 @@ def feedback_of(site: Site, measure: str) -> Feedback | None:
 
 def undecided(site: Site) -> bool:
     """Whether a feedback had nothing to decide by yet: no mean of reported losses, no two looks. Its ratio is the first one then, whatever was trained."""
-    f, p, given = site._fxmask_given.schedule, site._fxmask_progress, site._fxmask_given
-    if p is None or not isinstance(f, Feedback) or p.level or p.next or not f.levels(given.ratio):
-        return False
-    return p.best is None if f.measure == "loss" else (site._fxmask_step - given.start) // f.every < 2
+    f, p = site._fxmask_given.schedule, site._fxmask_progress
+    return isinstance(f, Feedback) and p is not None and p.best is None and p.level == 0 and f.levels(site._fxmask_given.ratio) > 0
 
 
 def take(site: Site) -> None:
@@ -86,13 +84,16 @@ def look(found: Sequence[tuple[Site, Tensor | None, int]]) -> None:
         if old is not None:
             due.append((site, f, (mask != old).sum() - (mask.sum() - old.sum()).abs()))  # a change of the ratio alone is no flip
     flips = torch.stack([t.to(due[0][2].device) for _, _, t in due]).tolist() if due else []
-    rise = [(site, f) for (site, f, _), n in zip(due, flips, strict=True) if f.goal is not None and n / max(1, site._fxmask_blocks) < f.goal]
-    for site, f in rise:
-        p = site._fxmask_progress
-        assert p is not None
-        level = min(p.level + 1, f.levels(site._fxmask_given.ratio))
-        _move(site, p._replace(level=level, next=level))
-    tensors.sync(*(site for site, _ in rise))
+    rise: list[Site] = []
+    for (site, f, _), n in zip(due, flips, strict=True):
+        p, share = site._fxmask_progress, n / max(1, site._fxmask_blocks)
+        assert p is not None and f.goal is not None
+        site._fxmask_progress = p = p._replace(best=share if p.best is None else min(share, p.best))
+        if share < f.goal:
+            level = min(p.level + 1, f.levels(site._fxmask_given.ratio))
+            _move(site, p._replace(level=level, next=level))
+            rise.append(site)
+    tensors.sync(*rise)
 
 
 def _warn_of_silence(sites: list[Site]) -> None:

@@ -80,6 +80,22 @@ def test_a_feedback_that_had_nothing_to_decide_by_warns(schedule, decides):
     fxmask.finalize(model)  # without a warning
 
 
+@pytest.mark.parametrize(("start", "steps", "looks"), [(3, [1, 1, 1, 1], 1), (3, [1, 1, 1, 2], 2), (0, [1, 1, 2], 2), (0, [4], 1), (3, [9], 1)])
+def test_a_look_that_has_found_too_many_flips_has_measured(start, steps, looks):
+    """One comes with the start, if that is no first step; steps that are told at once have one look at most, which compares with none before it."""
+    model = fxmask.apply(mlp(), ratio=0.75, start=start, schedule=fxmask.Feedback("flip_rate", every=2, goal=0.01, initial=0.5))
+    fxmask.step(model, 0)
+    for n in steps:
+        for p in model.parameters():
+            torch.nn.init.normal_(p)
+        fxmask.step(model, n)
+    if looks > 1:
+        fxmask.finalize(model)  # without a warning
+        return
+    with pytest.warns(FxMaskWarning, match="0.weight at 0.5 of 0.75, whose Feedback has measured nothing"):
+        fxmask.finalize(model)
+
+
 def test_ties_that_stay_are_no_mask_behind_its_feedback():
     model = mlp()
     torch.nn.init.ones_(model[0].weight)
