@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
@@ -49,6 +50,7 @@ def _backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None
     real, bodies = _real(gm, example_inputs), graphs_of(gm)
     left = not any(done.changes for _, _, done in found) and not _has_masks(bodies)
     weights = [c.weight for c in find_lifted(bodies, real)] if left else []
+    _forget_traces()
     compiled, given = _inner(o, mode)(gm, example_inputs), list(real.values())
     return backend_watch.watch(backend_watch.watch_left(compiled, given, weights), found, given)
 
@@ -143,6 +145,14 @@ def _is_parameter(origin: Mapping[Node, Node], real: Mapping[Node, Any]) -> Call
         return isinstance(value, torch.nn.Parameter) and value.dim() == 2
 
     return is_parameter
+
+
+def _forget_traces() -> None:
+    """Dynamo traces the branches of a condition, and notes what it finds of the regions in them by their names: of regions without masks, which AOTAutograd
+    would take for ours."""
+    context = TracingContext.try_get()
+    if context is not None:
+        context.hop_dispatch_set_cache = type(context.hop_dispatch_set_cache)()
 
 
 def _masked_already(bodies: Sequence[Body], real: Mapping[Node, Any], o: Options) -> bool:

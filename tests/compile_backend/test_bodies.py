@@ -184,6 +184,22 @@ def test_a_layer_in_a_body_that_calls_it_and_no_more_is_masked(call):
     assert torch.equal(found, fxmask.apply(model.a, **OPTIONS)(x))
 
 
+both_ways = torch.compiler.nested_compile_region(lambda w, x: shared(w, x) - 2 * shared(w, -x))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_regions_in_a_condition_are_masked_where_they_train(sign):
+    """Dynamo has traced the branches by then, and knows the regions in them by their names."""
+    forward, x = lambda m, x: torch.cond(x.sum() > 0, lambda t: both_ways(m.a.weight, t), lambda t: 3 * shared(m.a.weight, -t), (x,)), sign * torch.rand(4, 32)
+    model = Given(forward)
+    layer = fxmask.apply(copy.deepcopy(model.a), **OPTIONS)
+    found, expected = compiled(model, **OPTIONS, inner="aot_eager")(x), 3 * sign * (layer(x) - layer.bias)
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(model.a.weight.grad, layer.weight.grad)
+
+
 def test_a_table_that_is_looked_up_in_a_body_is_one_outside_of_it():
     table, made = nn.Embedding(32, 32), nn.Linear(32, 32)
     model = Given(lambda m, x: torch.nn.functional.linear(m.made_of(saved(lambda t: m.table(t), torch.arange(4))), m.table.weight))
