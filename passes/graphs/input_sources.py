@@ -11,7 +11,7 @@ from torch.fx import Node
 from .graph_calls import ROOT
 
 PARTS = re.compile(r"""\['([^']+)'\]|\["([^"]+)"\]|\.([A-Za-z_]\w*)|\[(\d+)\]""")
-CONTAINERS = ("_modules", "_parameters", "_buffers")
+CONTAINERS = ("__dict__", "_modules", "_parameters", "_buffers")
 
 
 def source_name(node: Node) -> str:
@@ -67,7 +67,8 @@ def _is_of_an_object(source: Node) -> bool:
 
 def is_buffer(source: Node) -> bool:
     """Whether an input is a module's buffer."""
-    return "._buffers[" in getattr(_source_of(source), "name", "")  # the table; an object may hold a tensor by that name
+    name = getattr(_source_of(source), "name", "")
+    return "._buffers[" in name or ".__dict__['_buffers'][" in name  # the table; an object may hold a tensor by that name
 
 
 def _source_of(node: Node) -> Any:

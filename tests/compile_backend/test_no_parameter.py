@@ -2,6 +2,7 @@
 
 import operator
 import warnings
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -93,6 +94,25 @@ class Holding(nn.Module):
 def test_a_trained_tensor_that_an_object_calls_as_modules_call_their_tables_of_buffers_is_no_buffer():
     (text,) = graph_of(Holding(_buffers=torch.randn(32, 32, requires_grad=True)), torch.randn(4, 32), **OPTIONS)
     FileCheck().check_count("masked_linear.default(", 1, exactly=True).run(text)
+
+
+class Replaced(nn.Module):
+    """Its table of buffers is another one than PyTorch gave it, as of modules that were pickled by an old one."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+        self._buffers = OrderedDict(c=torch.randn(32, 32))
+
+    def forward(self, x):
+        return F.linear(self.fc(x), self.c)
+
+
+def test_a_buffer_in_a_table_that_was_replaced_is_one():
+    model = nn.Sequential(Replaced())
+    with pytest.warns(FxMaskWarning, match="^0.c stays dense: its weight is a buffer, not a parameter"):
+        compiled(model, **OPTIONS)(torch.randn(4, 32))
+    assert {row["name"]: row["masked"] for row in fxmask.explain(model).rows} == {"0.fc": True, "0.c": False}
 
 
 class Numbered(nn.Module):
