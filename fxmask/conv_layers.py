@@ -27,7 +27,7 @@ class MaskedConv2d(MaskedLayer):
         if not isinstance(self, MaskedConv2d):
             return of_now(self, input)
         c, weight = self._fxmask_config, raw_weight(self)
-        if isinstance(input, Proxy):  # `forward_mask` asks whether a tracer runs: code that builds a graph may call layers with a Proxy, and none does
+        if isinstance(input, Proxy):  # `forward_mask` asks whether a tracer runs; none does where a graph is built by hand and calls this with a Proxy
             refuse_tracing(self)
         look_at_asked(self)
         mask = forward_mask(self, weight)

@@ -117,8 +117,10 @@ def alone(path: Path) -> Iterator[None]:
     """Wait until no other thread or process reads and rewrites the file `path`, and keep all others from it meanwhile; threads alone without locks of files."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _REWRITES, path.with_name(f"{path.name}.lock").open("a") as file:
+        locked = fcntl is not None
         try:
-            locked = fcntl is not None and fcntl.flock(file, fcntl.LOCK_EX) is None
+            if locked:
+                fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:  # a table for which something was trained for hours is written all the same
             print(f"{path}: no file locks there ({error.strerror}); see to it that no other process rewrites it", file=sys.stderr)
             locked = False
