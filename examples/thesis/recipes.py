@@ -117,6 +117,9 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "b16-tokens-whole-muon-wd0.1-soft": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR, "--soft"),
     "b16-fc1-denser-muon-wd0.1": (*FC1_DENSER, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR),
     "b16-tokens-part-muon-wd0.1": (*TOKENS_PART, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR),
+    # one budget for all channel linears, by the weights that they begin with
+    "b16-tokens-whole-global-muon-wd0.1": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR, *GLOBAL),
+    "b16-tokens-whole-global-late-muon-wd0.1": (*TOKENS_WHOLE_B16, *FREEZE, *LATE, *MUON, *CHANGES["wd0.1"], *TAYLOR, *GLOBAL),
     **{f"dense-muon-{name}": ("--dense", *MUON, *change) for name, change in MORE_STEPS.items()},
     **{f"b16-tokens-whole-muon-{name}": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *change, *TAYLOR) for name, change in MORE_STEPS.items()},
     **{f"dense-activations50-x{b}": ("--dense", *ADAMW, *LR, "--activations", f"0.5:{b}") for b in (16, 8, 4)},
