@@ -16,6 +16,7 @@ from unit.pruned_models import grads, mlp, pruned_input, saved_bytes
 import fxmask
 from fxmask import ActivationPruning, WeightMask
 from fxmask.kernels import reference
+from fxmask.kernels.cpu import prune_strips
 from fxmask.pruning import PrunedLinear
 
 
@@ -208,15 +209,17 @@ def test_with_weight_masks_a_guard_and_a_soft_ramp():
     assert losses[-1] < losses[0] and fxmask.explain(model).rows[0]["achieved_ratio"] == 0.5
 
 
-def test_implementations_agree_and_explain_names_them():
+def test_implementations_agree_and_explain_names_them(monkeypatch):
+    by_strips, strips = [], prune_strips.dw
+    monkeypatch.setattr(prune_strips, "dw", lambda *args: by_strips.append(args) or strips(*args))
     x, dense = torch.randn(3, 20, 64, dtype=torch.float64), nn.Linear(64, 96, dtype=torch.float64)
     for masks in ((), (WeightMask(0.5, (16, 16)),)):
         found = {impl: fxmask.apply(copy.deepcopy(dense), *masks, ActivationPruning(0.5, 16, impl=impl)) for impl in ("auto", "reference", "cpu")}
         got = {impl: grads(m, x) for impl, m in found.items()}
         for name, g in got["reference"].items():
             torch.testing.assert_close(got["cpu"][name], g)
-            assert torch.equal(got["auto"][name], g)  # half of the blocks: strips do not pay
-    assert not torch.equal(got["cpu"]["weight"], got["reference"]["weight"])  # another order of the sums: strips did run
+            assert torch.equal(got["auto"][name], g)
+    assert len(by_strips) == 2  # of `cpu` alone: where half of the blocks are kept, strips do not pay. The bits tell it on some processors only
     assert fxmask.explain(found["cpu"]).rows[0]["activations"] == "50 % of 1x16, dW by cpu"
     assert fxmask.explain(found["auto"]).rows[0]["activations"] == "50 % of 1x16"
 
