@@ -25,9 +25,15 @@ def masked_linear_backward(
     Cost: 4 M useful FLOP a kept weight element; the kept blocks of dY are gathered once. Raises: ShapeError, UnsupportedError.
     """
     operands.refuse_forward_ad()
-    operands.check_gradients(gy, x, mask, (block_rows, block_cols), backward, None)
-    dx, dw = form(impl, gy).masked_linear_backward(gy, x, w, mask, dense, (block_rows, block_cols), backward)
-    return dx, dw.contiguous()
+    block = (block_rows, block_cols)
+    operands.check_mask(mask, w.shape, block)
+    operands.check_gradients(gy, x, mask, block, backward, None)
+    of = form(impl, gy)
+    if together(gy.device, backward, impl):
+        dx, dw = of.masked_linear_backward(gy, x, w, mask, dense, block, backward)
+    else:  # other forms have the two alone: of a step that was traced on a CPU, and runs elsewhere
+        dx, dw = of.masked_linear_dx(gy, w, mask, block, backward, None), of.masked_linear_dw(gy, x, mask, dense, block, backward, None)
+    return dx.contiguous(), dw.contiguous()
 
 
 @register_fake(masked_linear_backward)

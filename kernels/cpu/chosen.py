@@ -79,9 +79,9 @@ class Form:
     def masked_linear_backward(
         self, gy: Tensor, x: Tensor, w: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str
     ) -> tuple[Tensor, Tensor]:
-        """dX and dW together, of the modes where both skip the same blocks; see `reference.masked_linear_backward`."""
+        """dX and dW of the modes where both skip the same blocks, together while they do; see `reference.masked_linear_backward`."""
         wanted = reference.gradient_mask(mask, dense, backward)
-        if backward not in ("masked", "rigl") or wanted is None or (wanted is not mask and not torch.equal(wanted, mask)):
+        if wanted is not mask and (wanted is None or not torch.equal(wanted, mask)):
             return self.masked_linear_dx(gy, w, mask, block, backward), self.masked_linear_dw(gy, x, mask, dense, block, backward)
 
         def run(plan: Plan, gy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -142,6 +142,19 @@ def test_a_layer_trains_with_the_bits_of_the_reference(hopper, backward):
     assert all(torch.equal(a, c) for a, c in zip(*seen, strict=True))
 
 
+@pytest.mark.parametrize("impl", [dispatch.MASKED_DENSE, "triton"])
+@pytest.mark.parametrize("backward", reference.MODES)
+def test_both_gradients_by_one_op(hopper, impl, backward):
+    """As in a step that was traced on a CPU, and runs on a GPU: each one has the bits of its own op, in the layout that the trace knows."""
+    w, mask = make((48, 80), (16, 16), FP16)
+    w, x, flag = w.nan_to_num(), torch.randn(2, 80, 8).half().transpose(1, 2), torch.tensor(False)
+    gy = torch.randn(2, 48, 8).half().transpose(1, 2)
+    how = mask, 16, 16, backward, flag, impl
+    dx, dw = torch.ops.fxmask.masked_linear_backward(gy, x, w, *how)
+    assert torch.equal(dx, ops.masked_linear_dx(gy, w, *how)) and torch.equal(dw, ops.masked_linear_dw(gy, x, *how))
+    assert dx.is_contiguous() and dw.is_contiguous()
+
+
 def test_a_user_cannot_ask_for_it():
     with pytest.raises(fxmask.errors.ConfigError, match="impl"):
         fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ratio=0.5, block=(16, 16), impl=dispatch.MASKED_DENSE)

@@ -11,7 +11,7 @@ from unit.test_ops import BLOCK, CASES
 from unit.test_ops import tensors as tensors
 
 import fxmask
-from fxmask.errors import UnsupportedError
+from fxmask.errors import ShapeError, UnsupportedError
 from fxmask.kernels import joint, ops, reference
 from fxmask.kernels.cpu import chosen, deciding, implementation
 from fxmask.kernels.cpu.plans import BY_NAME, Case
@@ -252,6 +252,14 @@ def test_operands_of_two_dtypes_are_refused_as_pytorch_refuses_them():
         ):
             with pytest.raises(RuntimeError, match="dtype"):
                 call(impl)
+
+
+@pytest.mark.parametrize("impl", ["auto", "cpu", "reference"])
+@pytest.mark.parametrize("shape", [(48, 48), (32, 64), (16, 48), (32, 32)], ids=str)
+def test_both_gradients_of_another_weight_than_the_masks_are_refused(shape, impl):
+    gy, x, mask = torch.randn(5, 32), torch.randn(5, 48), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ShapeError, match=r"mask of a weight .* in blocks \(16, 16\): expected bool"):
+        torch.ops.fxmask.masked_linear_backward(gy, x, torch.randn(shape), mask, 16, 16, "masked", None, impl)
 
 
 def test_a_layer_that_keeps_every_block_has_the_bits_of_a_dense_one():
