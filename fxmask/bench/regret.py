@@ -57,8 +57,8 @@ def calls(cell: Cell, x: Tensor, gy: Tensor, w: Tensor, mask: Tensor) -> tuple[C
     }
     dense: dict[str, Callable[[], Any]] = {
         "forward": lambda: masked_dense.masked_linear(x, w, None, mask, b),
-        "dx": lambda: masked_dense.masked_linear_dx(gy, w, mask, b),
-        "dw": lambda: masked_dense.masked_linear_dw(gy, x, mask, b),
+        "dx": lambda: masked_dense.masked_linear_dx(gy, w, mask, b, "masked"),
+        "dw": lambda: masked_dense.masked_linear_dw(gy, x, mask, None, b, "masked"),
         "backward": lambda: masked_dense.masked_linear_backward(gy, x, w, mask, b),
     }
     strips: dict[str, Callable[[Plan], Any]] = {

@@ -55,7 +55,7 @@ class Form:
 
         def run(plan: Plan, gy: Tensor) -> Tensor:
             if plan == MASKED_DENSE or gy.dtype != w.dtype:
-                return masked_dense.masked_linear_dx(gy, w, mask, block)
+                return masked_dense.masked_linear_dx(gy, w, mask, block, backward)
             return implementation.masked_linear_dx(gy, w, mask, block, plan)
 
         return run(self._plan("dx", gy, w.shape, mask, block, lambda p, n: lambda: run(p, reference.rows(gy)[:n])), gy)
@@ -70,7 +70,7 @@ class Form:
 
         def run(plan: Plan, gy: Tensor, x: Tensor) -> Tensor:
             if plan == MASKED_DENSE or gy.dtype != x.dtype:
-                return masked_dense.masked_linear_dw(gy, x, wanted, block)
+                return masked_dense.masked_linear_dw(gy, x, mask, dense, block, backward)
             return implementation.backward(gy, x, None, wanted, block, plan)[1]
 
         plan = self._plan("dw", gy, (gy.shape[-1], x.shape[-1]), wanted, block, lambda p, n: lambda: run(p, *_first(n, gy, x)))

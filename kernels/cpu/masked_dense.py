@@ -8,11 +8,10 @@ elements by two gathers, for `torch.where` or for an and, and a larger one's ove
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
@@ -100,28 +99,22 @@ def masked(w: Tensor, mask: Tensor, block: tuple[int, int]) -> Tensor:
     return reference.masked(w, mask, block) if by is None else by.cut(w)
 
 
-def masked_linear(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int]) -> Tensor:
-    """y = x (W∘M)^T + bias, (..., N), contiguous."""
-    return F.linear(x, masked(w, mask, block), bias).contiguous()
-
-
-def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int]) -> Tensor:
-    """dX = dY (W∘M), (..., K), contiguous."""
-    return torch.matmul(gy, masked(w, mask, block)).contiguous()
-
-
-def masked_linear_dw(gy: Tensor, x: Tensor, mask: Tensor, block: tuple[int, int]) -> Tensor:
-    """dW = (dY^T X)∘M, (N, K)."""
-    dw = reference.rows(gy).t() @ reference.rows(x)
+def _zeroed(dw: Tensor, mask: Tensor, block: tuple[int, int]) -> Tensor:
+    """`masked`, in place where that is one call."""
     by = cutter(dw, mask, block)
     return reference.masked(dw, mask, block) if by is None else by.cut(dw, dw)
 
 
+masked_linear = partial(reference.masked_linear, by=masked)
+masked_linear_dx = partial(reference.masked_linear_dx, by=masked)
+masked_linear_dw = partial(reference.masked_linear_dw, by=_zeroed)
+
+
 def masked_linear_backward(gy: Tensor, x: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """dX and dW."""
+    """dX and dW in mode `masked`: what cuts is made once."""
     by = cutter(w, mask, block)
     if by is None:
-        return masked_linear_dx(gy, w, mask, block), masked_linear_dw(gy, x, mask, block)
+        return masked_linear_dx(gy, w, mask, block, "masked"), masked_linear_dw(gy, x, mask, None, block, "masked")
     dx = torch.matmul(gy, by.cut(w)).contiguous()
     dw = reference.rows(gy).t() @ reference.rows(x)
     return dx, by.cut(dw, dw)  # of the shape and dtype of w: the product with it has raised otherwise
