@@ -15,6 +15,9 @@ from .plans import MASKED_DENSE, Case, Plan
 class Form:
     """One implementation: `forced` never multiplies densely, the other one takes masked-dense where that is faster."""
 
+    block_index = staticmethod(implementation.block_index)
+    strip_lists = staticmethod(reference.strip_lists)  # for others: the strips of a CPU need none
+
     def __init__(self, forced: bool) -> None:
         self.forced = forced
 
@@ -30,12 +33,6 @@ class Form:
         if case.density == 1:  # nothing to skip, and a ratio of 0 is the dense layer to the bit
             return MASKED_DENSE
         return deciding.choose(case, self.forced, timed)
-
-    def block_index(
-        self, w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int, cover: bool = False
-    ) -> Tensor:
-        """See `reference.block_index`."""
-        return implementation.block_index(w, keep, step, block, criterion, ties, stream, cover)
 
     def masked_linear(self, x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], lists: Tensor | None = None) -> Tensor:
         """See `reference.masked_linear`."""
@@ -93,10 +90,6 @@ class Form:
 
         plan = self._plan("backward", gy, w.shape, mask, block, lambda p, n: lambda: run(p, *_first(n, gy, x)))
         return run(plan, gy, x)
-
-    def strip_lists(self, mask: Tensor, block: tuple[int, int]) -> Tensor:
-        """See `reference.strip_lists`; the strips of a CPU need none."""
-        return reference.strip_lists(mask, block)
 
 
 def _first(tokens: int, gy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
