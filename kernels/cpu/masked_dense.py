@@ -57,8 +57,7 @@ class Bits(NamedTuple):
         if whole == n:
             torch.bitwise_and(source.view(count, self.height, k), self.rows, out=target.view(count, self.height, k))
             return out
-        if count:
-            torch.bitwise_and(source[:whole].view(count, self.height, k), self.rows[:count], out=target[:whole].view(count, self.height, k))
+        torch.bitwise_and(source[:whole].view(count, self.height, k), self.rows[:count], out=target[:whole].view(count, self.height, k))
         torch.bitwise_and(source[whole:], self.rows[count], out=target[whole:])
         return out
 
