@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .strips import CPU, Chunks, Strips, Sums
+from .strips import CPU, Chunks, Strips, Sums, Target, biases_of
 
 SHORT = 192  # features that a strip gathers; see `sums_of`. On an EPYC both ways are as fast there
 
@@ -35,25 +35,21 @@ def gathers(strips: Strips, buffer: Tensor, tokens: int) -> list[Gather]:
 def matmul(x: Tensor, strips: Strips, bias: Tensor | None, y: Tensor, lo: int, hi: int, chunk: int, dtype: torch.dtype) -> None:
     """y = x (W∘M)^T + bias of tokens lo to hi; or dX, by its strips. x [T, along], y [T, across]; `chunk` tokens at a time, computed in `dtype`."""
     size = min(chunk, hi - lo)
-    source = Chunks(x, strips.units, strips.unit, size, dtype)
+    source, target, biases = Chunks(x, strips.units, strips.unit, size, dtype), Target(y, size, dtype), biases_of(bias, strips, dtype)
     buffer = torch.empty(strips.longest * size, dtype=dtype, device=CPU)
-    own = None if y.dtype == dtype else torch.empty(size, strips.across, dtype=dtype, device=CPU)
-    biases = None if bias is None else bias.to(dtype).expand(strips.across).split(strips.width)
     places = gathers(strips, buffer, size)
     for a in range(lo, hi, size):
         b = min(a + size, hi)
         if b - a != size:
             places = gathers(strips, buffer, b - a)
         blocks = source(a, b).view(b - a, strips.units, strips.unit)
-        out = y[a:b] if own is None else own[: b - a]
-        for i, (part, g) in enumerate(zip(out.split(strips.width, 1), places, strict=True)):
+        for i, (part, g) in enumerate(zip(target(a, b).split(strips.width, 1), places, strict=True)):
             torch.index_select(blocks, 1, g.kept, out=g.blocks)
             if biases is None:
                 torch.mm(g.flat, strips.weights[i], out=part)
             else:
                 torch.addmm(biases[i], g.flat, strips.weights[i], out=part)
-        if own is not None:
-            y[a:b].copy_(out)
+        target.write(a, b)
 
 
 def backward(gy: Tensor, x: Tensor, strips: Strips, dx: Tensor | None, sums: Sums, lo: int, hi: int, chunk: int, dtype: torch.dtype) -> None:
@@ -61,22 +57,21 @@ def backward(gy: Tensor, x: Tensor, strips: Strips, dx: Tensor | None, sums: Sum
     size = min(chunk, hi - lo)
     grads, inputs = Chunks(gy, strips.units, strips.unit, size, dtype), Chunks(x, 1, strips.across, size, dtype)
     buffer = torch.empty(strips.longest * size, dtype=dtype, device=CPU)
-    own = None if dx is None or dx.dtype == dtype else torch.empty(size, strips.across, dtype=dtype, device=CPU)
+    target = None if dx is None else Target(dx, size, dtype)
     places = gathers(strips, buffer, size)
     for a in range(lo, hi, size):
         b = min(a + size, hi)
         if b - a != size:
             places = gathers(strips, buffer, b - a)
         blocks = grads(a, b).view(b - a, strips.units, strips.unit)
-        out = None if dx is None else dx[a:b] if own is None else own[: b - a]
-        parts = None if out is None else out.split(strips.width, 1)
+        parts = None if target is None else target(a, b).split(strips.width, 1)
         for i, (column, g) in enumerate(zip(inputs(a, b).t().split(strips.width), places, strict=True)):
             torch.index_select(blocks, 1, g.kept, out=g.blocks)
             if parts is not None:
                 torch.mm(g.flat, strips.weights[i], out=parts[i])
             sums.parts[i].addmm_(column, g.flat)
-        if own is not None and dx is not None and out is not None:
-            dx[a:b].copy_(out)
+        if target is not None:
+            target.write(a, b)
 
 
 def sums_of(strips: Strips, dtype: torch.dtype) -> Sums:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .strips import CPU, Chunks, Strips
+from .strips import Chunks, Strips, Target, biases_of
 
 
 def runs_of(kept: list[int]) -> list[tuple[int, int]]:
@@ -25,9 +25,7 @@ def runs_of(kept: list[int]) -> list[tuple[int, int]]:
 def matmul(x: Tensor, strips: Strips, bias: Tensor | None, y: Tensor, lo: int, hi: int, chunk: int, dtype: torch.dtype) -> None:
     """As `rows.matmul`."""
     size, unit = min(chunk, hi - lo), strips.unit
-    source = Chunks(x, strips.units, unit, size, dtype)
-    own = None if y.dtype == dtype else torch.empty(size, strips.across, dtype=dtype, device=CPU)
-    biases = None if bias is None else bias.to(dtype).expand(strips.across).split(strips.width)
+    source, target, biases = Chunks(x, strips.units, unit, size, dtype), Target(y, size, dtype), biases_of(bias, strips, dtype)
     jobs: list[tuple[int, bool, int, int, Tensor]] = []  # strip, whether it begins here, features of the run, its weights
     for i, (kept, w) in enumerate(zip(strips.kept, strips.weights, strict=True)):
         at = 0
@@ -37,8 +35,7 @@ def matmul(x: Tensor, strips: Strips, bias: Tensor | None, y: Tensor, lo: int, h
     for a in range(lo, hi, size):
         b = min(a + size, hi)
         t = source(a, b)
-        out = y[a:b] if own is None else own[: b - a]
-        parts = out.split(strips.width, 1)
+        parts = target(a, b).split(strips.width, 1)
         for i, begins, first, end, w in jobs:
             if not begins:
                 parts[i].addmm_(t[:, first:end], w)
@@ -46,5 +43,4 @@ def matmul(x: Tensor, strips: Strips, bias: Tensor | None, y: Tensor, lo: int, h
                 torch.mm(t[:, first:end], w, out=parts[i])
             else:
                 torch.addmm(biases[i], t[:, first:end], w, out=parts[i])
-        if own is not None:
-            y[a:b].copy_(out)
+        target.write(a, b)

@@ -115,3 +115,25 @@ class Chunks:
         out = self.buffer[: hi - lo]
         out[:, : self.t.shape[1]].copy_(self.t[lo:hi])
         return out
+
+
+class Target:
+    """Where the results of chunks go: the output itself, or one buffer of the dtype they are computed in, which `write` rounds into the output."""
+
+    def __init__(self, y: Tensor, chunk: int, dtype: torch.dtype) -> None:
+        self.y = y
+        self.buffer = None if y.dtype == dtype else torch.empty(chunk, y.shape[1], dtype=dtype, device=CPU)
+
+    def __call__(self, lo: int, hi: int) -> Tensor:
+        """Tokens `lo` to `hi`: [tokens, features], to be written to."""
+        return self.y[lo:hi] if self.buffer is None else self.buffer[: hi - lo]
+
+    def write(self, lo: int, hi: int) -> None:
+        """They have been."""
+        if self.buffer is not None:
+            self.y[lo:hi].copy_(self.buffer[: hi - lo])
+
+
+def biases_of(bias: Tensor | None, strips: Strips, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+    """The part of a bias that each strip adds."""
+    return None if bias is None else bias.to(dtype).expand(strips.across).split(strips.width)
