@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxmask.kernels import reference
-from fxmask.kernels.cpu import chosen, implementation
+from fxmask.kernels.cpu import chosen, implementation, runs
 from fxmask.kernels.cpu.plans import COLUMNS_512, MASKED_DENSE, ROWS_512, ROWS_512X3, RUNS_2048, Plan
 from fxmask.kernels.errors import UnsupportedError
 from fxmask.kernels.grid import grid_shape, kept_elements
@@ -208,6 +208,19 @@ def test_masked_blocks_are_skipped(block, density):
     for plan in BACKWARD:
         assert flops(implementation.backward, gy, x, w, mask, block, plan) == 2 * kept, plan
         assert flops(implementation.backward, gy, x, None, mask, block, plan) == kept, plan
+
+
+def test_neighbours_among_the_kept_blocks_are_one_product(monkeypatch):
+    """Where nothing is gathered: a run begins with `mm`, the others of a strip are added."""
+    x, w, _, gy, _ = operands((40,), (32, 96), (16, 16), 1.0, torch.float32)
+    mask, read = torch.tensor([[1, 1, 1, 0, 1, 1], [0, 0, 1, 0, 0, 0]]).bool(), []
+    monkeypatch.setattr(runs.torch, "mm", lambda a, b, out, real=torch.mm: (read.append(a.shape[1]), real(a, b, out=out))[1])
+    monkeypatch.setattr(torch.Tensor, "addmm_", lambda t, a, b, real=torch.Tensor.addmm_: (read.append(a.shape[1]), real(t, a, b))[1])
+    implementation.masked_linear(x, w, None, mask, (16, 16), RUNS_2048)
+    assert read == [48, 32, 16]
+    read.clear()
+    implementation.masked_linear_dx(gy, w, mask, (16, 16), RUNS_2048)
+    assert read == [16, 16, 32, 0, 16, 16]
 
 
 @pytest.mark.parametrize("form", [chosen.AUTO, chosen.FORCED], ids=["auto", "cpu"])

@@ -124,6 +124,7 @@ def test_large_layers_are_timed_on_few_tokens(op, threads, forced):
         took = tune.TURNS * sum(deciding.seconds(BY_NAME[p], case._replace(tokens=n)) for p in names) / threads
         assert 256 * threads <= n <= deciding.SAMPLE and (n == 256 * threads or took <= 1.1 * tune.OVER * tune.BUDGET)
         assert n == deciding.SAMPLE or features > 1024
+        assert n in (deciding.SAMPLE, 256 * threads) or took >= 0.8 * tune.OVER * tune.BUDGET  # nor less: more threads, more tokens
     assert deciding.sample(case._replace(tokens=100), names, threads) == 100
 
 
@@ -164,6 +165,46 @@ def test_plans_far_behind_masked_dense_are_not_timed(table, monkeypatch):
     forward("auto")
     forward("cpu")
     assert [*map(sorted, table.measured)] == [["masked_dense", "rows-512x3"], ["rows-512", "rows-512x3"]]
+
+
+def test_what_has_no_rival_is_not_timed(table, monkeypatch):
+    monkeypatch.setattr(deciding, "NEAR", 4.0)
+    monkeypatch.setattr(deciding, "seconds", lambda plan, case: 5.0 if plan.chunk else 1.0)
+    forward("auto")
+    assert [(c.name, c.why) for c in deciding.decisions.values()] == [("masked_dense", "estimated")] and not table.measured and table.files() == []
+
+
+def test_small_is_what_is_estimated_to_take_less():
+    case = Case("forward", 600, (48, 64), BLOCK, 1.0, torch.float32)
+    took = deciding.seconds(chosen.MASKED_DENSE, case)
+    assert deciding.unasked("forward", (6, 100, 64), (48, 64), BLOCK, torch.float32, 1.001 * took).name == "masked_dense"
+    assert deciding.unasked("forward", (6, 100, 64), (48, 64), BLOCK, torch.float32, took) is None
+
+
+def test_threads_that_ask_at_once_tune_once(table, monkeypatch):
+    lock, waits, measure = threading.RLock(), threading.Event(), table.measure
+
+    class Lock:
+        def __enter__(self):
+            if not lock.acquire(blocking=False):
+                waits.set()
+                lock.acquire()
+
+        def __exit__(self, *_):
+            lock.release()
+
+    def measured(*args):
+        assert waits.wait(60)  # the other one has found no decision, either
+        return measure(*args)
+
+    monkeypatch.setattr(tune, "load", lambda key, names: None)  # nor is there one on disk, afterwards
+    monkeypatch.setattr(deciding, "lock", Lock())
+    monkeypatch.setattr(tune, "measure", measured)
+    other = threading.Thread(target=forward)
+    other.start()
+    forward()
+    other.join()
+    assert len(table.measured) == len(deciding.decisions) == 1
 
 
 def test_an_empty_batch_decides_nothing(table, monkeypatch):
