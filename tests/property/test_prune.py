@@ -104,6 +104,18 @@ def test_halves_go_to_the_even_number(n, ratio, dropped):
     assert prune.dropped_count(n, ratio) == dropped == round(n * ratio)
 
 
+@pytest.mark.parametrize("kept", range(1, 13))
+def test_elements_of_kept_blocks_are_counted_at_most(kept):
+    """Of rows of two whole blocks and one of 8 features: exactly where these are the weakest."""
+    x = 1 + torch.rand(2, 4, 40)
+    for weakest in (True, False):
+        x[..., 32:] = 1e-3 if weakest else 9.0
+        values, index = prune.compress(x, 16, kept, False)
+        elements = int(prune.expand(torch.ones_like(values), index, x.shape, False).sum())
+        counted = prune.kept_of_input(values.shape, x.shape, False)
+        assert counted == elements if weakest else counted >= elements
+
+
 def test_the_counts_are_those_of_the_papers_tables():
     for rows, cols, block, s in ((196, 384, 64, 0.5), (196, 384, 16, 0.8), (196, 1536, 64, 0.9), (196, 384, 128, 0.3)):
         n = prune.block_count(rows, cols, block)

@@ -65,6 +65,18 @@ def test_only_da_changes(kind, ratio, dtype):
     torch.testing.assert_close(got[first].double(), exact, rtol=1e-12 if dtype == torch.float64 else 1e-4, atol=1e-12 if dtype == torch.float64 else 1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_an_input_of_fewer_bits_than_its_parameter_costs_the_gradient_none(dtype):
+    """As under autocast, where a Linear gives 16 bits and a gain has 32: the product is of 32, and so is what is summed for da."""
+    model, x = fxmask.apply(filled(Gain(64), torch.float32), ActivationPruning(0.5, 16, affine=True)), torch.randn(3, 10, 64).to(dtype)
+    gy = torch.randn(3, 10, 64)
+    y = model(x)
+    y.backward(gy)
+    exact = (gy.double() * pruned_input(x, 0.5, 16).double()).sum((0, 1))
+    assert y.dtype == model.gamma.grad.dtype == torch.float32
+    torch.testing.assert_close(model.gamma.grad.double(), exact, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(3, 10, 64), (7, 64), (64,), (2, 3, 5, 64), (2, 9, 50)], ids=str)
 def test_every_sample_keeps_as_many_blocks(shape):
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
