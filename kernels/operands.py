@@ -24,7 +24,8 @@ def check_devices(x: Tensor, **others: Tensor | None) -> None:
     written."""
     for name, t in others.items():
         if t is not None and t.device != x.device:
-            raise ShapeError(f"{name} is on {t.device} and the input on {x.device}: expected one device.")
+            what = f"{name} is on {t.device} and the input on {x.device}: expected one device."
+            raise ShapeError(message(what, "", "move the input, or the model by model.to(device); a model on meta wants its weights loaded first."))
 
 
 def check_bias(bias: Tensor | None, features: int) -> None:
