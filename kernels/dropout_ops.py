@@ -30,8 +30,8 @@ def _check(tokens: int, features: int, keep: Tensor, block: tuple[int, int], p: 
     operands.check_lists(lists, keep, block)
 
 
-def _form(impl: str, t: Tensor, block: tuple[int, int], p: float) -> Any:
-    """What runs an op on `t`: functions with the arguments and results of `kernels.dropout`, chosen as `kernels.dispatch` says."""
+def _form(impl: str, block: tuple[int, int], p: float, t: Tensor, *others: Tensor | None) -> Any:
+    """What runs an op on `t` and its other operands: functions with the arguments and results of `kernels.dropout`, chosen as `kernels.dispatch` says."""
     check_name(impl)
     if impl == "triton":
         triton_ops().require(t)
@@ -39,8 +39,9 @@ def _form(impl: str, t: Tensor, block: tuple[int, int], p: float) -> Any:
     if impl == "cpu":
         chosen.require(t)
         dropout_runs.require(t)
-        return dropout_runs
-    return dropout_runs if impl == "auto" and dropout_runs.pays(t, block, p) else dropout
+    # PyTorch refuses mixed dtypes in its own words, runs would cast a bias, and see no other operand where nothing is kept
+    runs = impl == "cpu" or (impl == "auto" and dropout_runs.pays(t, block, p))
+    return dropout_runs if runs and all(o is None or o.dtype == t.dtype for o in others) else dropout
 
 
 @torch.library.custom_op("fxmask::dropped_linear", mutates_args=())
@@ -57,7 +58,7 @@ def dropped_linear(
     operands.check_features("x", x, w.shape[1])
     _check(reference.tokens(x), x.shape[-1], keep, block, p, lists)
     operands.check_bias(bias, w.shape[0])
-    return _form(impl, x, block, p).linear(x, w, bias, keep, block, p, lists).contiguous()
+    return _form(impl, block, p, x, w, bias).linear(x, w, bias, keep, block, p, lists).contiguous()
 
 
 @register_fake(dropped_linear)
@@ -74,7 +75,7 @@ def dropped_dx(gy: Tensor, w: Tensor, keep: Tensor, block_rows: int, block_cols:
     block = (block_rows, block_cols)
     operands.check_features("gy", gy, w.shape[0])
     _check(reference.tokens(gy), w.shape[1], keep, block, p, lists)
-    return _form(impl, gy, block, p).dx(gy, w, keep, block, p, lists).contiguous()
+    return _form(impl, block, p, gy, w).dx(gy, w, keep, block, p, lists).contiguous()
 
 
 @register_fake(dropped_dx)
@@ -88,7 +89,7 @@ def dropped_dw(gy: Tensor, x: Tensor, keep: Tensor, block_rows: int, block_cols:
     block = (block_rows, block_cols)
     _check(reference.tokens(x), x.shape[-1], keep, block, p, lists)
     operands.check_tokens(gy, x)
-    return _form(impl, gy, block, p).dw(gy, x, keep, block, p, lists).contiguous()
+    return _form(impl, block, p, gy, x).dw(gy, x, keep, block, p, lists).contiguous()
 
 
 @register_fake(dropped_dw)

@@ -104,6 +104,23 @@ def test_wrong_operands():
         draw_ops.drop_mask(seed(1), 4, 8, 2, 4, float("nan"))
 
 
+@pytest.mark.parametrize("impl", ["auto", "cpu", "reference"])
+@pytest.mark.parametrize("kept", [True, False], ids=["something kept", "nothing kept"])
+def test_operands_of_two_dtypes_are_refused_as_pytorch_refuses_them(kept, impl):
+    """Whatever was drawn, and of a bias, too."""
+    x, w, bias, gy, keep = torch.randn(128, 128), torch.randn(64, 128), torch.randn(64), torch.randn(128, 64), torch.eye(2, dtype=torch.bool) & kept
+    how, fx = (keep, 64, 64, 0.5, impl), torch.ops.fxmask
+    assert impl != "auto" or dropout_runs.pays(x, (64, 64), 0.5)
+    for call in (
+        lambda: fx.dropped_linear(x, w, bias.double(), *how),
+        lambda: fx.dropped_linear(x, w.double(), None, *how),
+        lambda: fx.dropped_dx(gy, w.double(), *how),
+        lambda: fx.dropped_dw(gy.double(), x, *how),
+    ):
+        with pytest.raises(RuntimeError, match="dtype"):
+            call()
+
+
 def test_where_runs_pay(monkeypatch):
     x = torch.zeros(1)
     for threads, wanted in ((1, {256: 0.1, 128: 0.1, 64: 0.2, 32: 0.5}), (2, {128: 0.1, 64: 0.2, 32: 0.7})):
