@@ -68,6 +68,11 @@ def test_what_is_wrong_with_a_number_that_looks_right():
         check_block((2**31, 16))
     with pytest.raises(ConfigError, match=r"got \(16, 0\)\.$"):
         check_block((16, 0))
+    with pytest.raises(ConfigError, match=r"block must be two positive ints"):
+        check_block((16, torch.tensor(16, device="meta")))  # has no value
+    for ratio, hint in ((2, r"got 2; 2 % is 0\.02\."), (1.5, r"got 1\.5\."), (100, r"got 100\.")):
+        with pytest.raises(ConfigError, match=rf"{hint}$"):
+            ratio_units(ratio)
 
 
 def test_a_weight_has_two_axes():
@@ -77,6 +82,8 @@ def test_a_weight_has_two_axes():
         as_matrix(torch.randn(4))
     with pytest.raises(ConfigError, match=r"two positive ints.*got \(0, 16\)"):
         grid_shape((32, 32), (0, 16))
+    with pytest.raises(ConfigError, match=r"two positive ints.*got \(16, -1\)"):
+        grid_shape((32, 32), (16, -1))
 
 
 @pytest.mark.parametrize(("shape", "block"), [((5, 7), (2, 3)), ((4, 4), (2, 2)), ((3, 9), (8, 16)), ((1, 1), (1, 1))])

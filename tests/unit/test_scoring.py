@@ -100,6 +100,19 @@ def test_keys_have_the_same_bits_by_every_form():
             assert torch.equal(scoring.block_keys(w, (16, 16), criterion, impl), score.block_keys(w, (16, 16), criterion))
 
 
+@pytest.mark.parametrize("impl", ["auto", "reference", "cpu"])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**90])
+def test_a_sum_just_below_a_power_of_two_is_not_above_it(scale, impl):
+    """By less than a double tells, so that its leading bit cannot be read off one."""
+    halves, rest = [0.5 * scale], [scale * 2.0**-i for i in range(2, 45)]
+    for criterion, terms, below in (("l1", halves * 2047 + rest, 1024), ("fro", halves * 4095 + rest[:21] * 3, 32)):
+        w = torch.zeros(2, 128 * 64)
+        w[0, : len(terms)] = torch.tensor(terms)
+        w[1, : below if criterion == "l1" else below**2] = scale
+        key, above = scoring.block_keys(w.view(256, 64), (128, 64), criterion, impl)
+        assert above == key + 1 and float(score.norms_of(above, w, criterion)) == below * scale
+
+
 def test_keys_without_values():
     """Of as many elements as the faster form takes, which asks for values."""
     with FakeTensorMode():
