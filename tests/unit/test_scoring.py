@@ -113,6 +113,15 @@ def test_a_sum_just_below_a_power_of_two_is_not_above_it(scale, impl):
         assert above == key + 1 and float(score.norms_of(above, w, criterion)) == below * scale
 
 
+@pytest.mark.parametrize("block", [(16, 16), (512, 512), (512, 1024)], ids=str)
+def test_keys_stand_for_the_norms_of_blocks_of_any_size(block):
+    """Larger ones have fewer bits a term, or their sums would not fit."""
+    w = torch.randn(block, generator=torch.Generator().manual_seed(0))
+    for criterion, norm in (("l1", w.double().abs().sum()), ("fro", w.double().square().sum().sqrt())):
+        found = score.norms_of(score.block_keys(w, block, criterion), w, criterion)
+        torch.testing.assert_close(found.double(), norm.view(1, 1), rtol=1e-6, atol=0)
+
+
 def test_keys_without_values():
     """Of as many elements as the faster form takes, which asks for values."""
     with FakeTensorMode():
