@@ -122,6 +122,14 @@ def test_keys_stand_for_the_norms_of_blocks_of_any_size(block):
         torch.testing.assert_close(found.double(), norm.view(1, 1), rtol=1e-6, atol=0)
 
 
+def test_the_sum_of_a_broken_block_is_infinite():
+    w = torch.ones(2, 3)
+    w[0, 0], w[1, 1] = float("nan"), -float("inf")
+    for criterion in ("fro", "l1"):
+        keys = score.block_keys(w, (1, 1), criterion)
+        assert score.sum_of_keys(keys).tolist() == [[float("inf"), 1, 1], [1, float("inf"), 1]]
+
+
 def test_keys_without_values():
     """Of as many elements as the faster form takes, which asks for values."""
     with FakeTensorMode():
