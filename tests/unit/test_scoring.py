@@ -122,6 +122,18 @@ def test_keys_stand_for_the_norms_of_blocks_of_any_size(block):
         torch.testing.assert_close(found.double(), norm.view(1, 1), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("average", [0.0, 0.9])
+def test_a_score_that_is_not_finite_lasts_only_as_long_as_it_is_shown(average):
+    inf = float("inf")
+    scores, shown = torch.tensor([[1.0, 2.0]]), [torch.tensor([[inf, 4.0]]), torch.tensor([[3.0, 4.0]])]
+    scoring.take_in(scores, shown[0], average, adds=False, holds=True)
+    assert scores.tolist() == [[1, 2]]  # such a step is not taken in at all where scores are held
+    scoring.take_in(scores, shown[0], average, adds=False, holds=False)
+    torch.testing.assert_close(scores, torch.tensor([[inf, average * 2 + (1 - average) * 4]]))
+    scoring.take_in(scores, shown[1], average, adds=False, holds=False)
+    torch.testing.assert_close(scores, torch.tensor([[3, average * (average * 2 + (1 - average) * 4) + (1 - average) * 4]]))
+
+
 def test_the_sum_of_a_broken_block_is_infinite():
     w = torch.ones(2, 3)
     w[0, 0], w[1, 1] = float("nan"), -float("inf")
