@@ -70,6 +70,16 @@ def test_a_permutation_keeps_at_least_what_none_keeps(ratio, rows, groups, odd, 
     assert nm.retained(w, mask) >= nm.retained(w, nm.magnitude_mask(w, n, m))
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_permutation_of_a_broken_weight_keeps_no_less(seed):
+    """A mask keeps NaN before all else, and the search counts it as nothing."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(3, 12, generator=g)
+    w[torch.rand(3, 12, generator=g) < 0.3] = math.nan
+    kept = nm.retained(w, nm_permute.permuted_mask(w, nm_permute.permutation(w, 2, 4, 8), 2, 4))
+    assert kept >= nm.retained(w, nm.magnitude_mask(w, 2, 4))
+
+
 @examples(25)
 @given(st.integers(0, 5), st.integers(1, 20), st.integers(0, 2**31))
 def test_what_stands_in_an_order_is_put_back(rows, columns, seed):
