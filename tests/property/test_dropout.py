@@ -90,8 +90,10 @@ def test_wrong_operands():
         dropout_ops.dropped_linear(x, w, None, torch.ones(1, 2, dtype=torch.bool), 2, 4, 0.5)
     with pytest.raises(ShapeError, match="last axis of x"):
         dropout_ops.dropped_linear(x, torch.randn(3, 9), None, torch.ones(2, 2, dtype=torch.bool), 2, 4, 0.5)
+    with pytest.raises(ShapeError, match=r"expected bool \(2, 2\), got torch.int64 \(2, 2\)"):
+        dropout_ops.dropped_linear(x, w, None, torch.ones(2, 2, dtype=torch.int64), 2, 4, 0.5)
     assert [dropout.check_probability(p) for p in (0, np.float32(0.5), Fraction(1, 4))] == [0, 0.5, 0.25]
-    for p in (1, 1.0, -0.1, "0.5", None, True, float("nan"), 1 - Fraction(1, 10**20), np.float32(1)):
+    for p in (1, 1.0, -0.1, "0.5", None, True, False, float("nan"), 1 - Fraction(1, 10**20), np.float32(1)):
         with pytest.raises(ConfigError, match=r"number in \[0, 1\)"):
             dropout.check_probability(p)
     keep = torch.ones(2, 2, dtype=torch.bool)
@@ -102,6 +104,8 @@ def test_wrong_operands():
             op(*operands, keep, 2, 4, 0.5, "cuda")
     with pytest.raises(ConfigError, match=r"number in \[0, 1\), got nan"):
         draw_ops.drop_mask(seed(1), 4, 8, 2, 4, float("nan"))
+    with pytest.raises(ConfigError, match="unknown impl: expected one of auto, reference, cpu, triton, got 'cuda'"):
+        draw_ops.drop_mask(seed(1), 4, 8, 2, 4, 0.5, "cuda")
 
 
 @pytest.mark.parametrize("impl", ["auto", "cpu", "reference"])

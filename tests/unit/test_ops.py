@@ -201,6 +201,9 @@ def test_a_bias_of_one_element_is_added_to_every_feature(tensors, impl):
     pytest.param(lambda x, w, b, gy, m: ops.masked_linear(x, w, b, m.int(), *BLOCK, "masked"), r"got torch.int32 \(2, 4\)", id="mask-dtype"),
     pytest.param(lambda x, w, b, gy, m: ops.masked_linear_dx(x, w, m, *BLOCK, "masked"), "last axis of gy: expected 20, got shape", id="dx"),
     pytest.param(lambda x, w, b, gy, m: ops.masked_linear_dw(gy[:1], x, m, *BLOCK, "masked"), "tokens of gy and x: expected the same leading axes", id="dw"),
+    pytest.param(lambda x, w, b, gy, m: ops.masked_linear(x.sum(), w, b, m, *BLOCK, "masked"), r"last axis of x: expected 30, got shape \(\)", id="no-axis"),
+    pytest.param(lambda x, w, b, gy, m: ops.masked_linear(x, w, b[:, None], m, *BLOCK, "masked"), r"bias: expected \(20,\), .* got \(20, 1\)", id="bias"),
+    pytest.param(lambda x, w, b, gy, m: ops.strip_lists(m.int(), 16, 16), "expected a mask bool", id="lists-of-ints"),
 ])  # fmt: skip
 def test_shapes_that_do_not_fit(tensors, call, text):
     with pytest.raises(ShapeError, match=text):
@@ -214,7 +217,13 @@ def test_a_criterion_that_nobody_knows(tensors, impl):
 
 
 def test_options_that_an_op_does_not_know(tensors):
-    x, w, b, _, mask = tensors
+    x, w, b, gy, mask = tensors
+    fx = torch.ops.fxmask
+    calls = (fx.masked_linear, (x, w, b)), (fx.masked_linear_dx, (gy, w)), (fx.masked_linear_dw, (gy, x)), (fx.masked_linear_backward, (gy, x, w))
+    for op, operands in calls:
+        for mode, impl, what in (("mask", "auto", "backward: expected one of masked, ste"), ("masked", "gpu", "impl: expected one of auto")):
+            with pytest.raises(ConfigError, match=f"unknown {what}"):
+                op(*operands, mask, *BLOCK, mode, None, impl)
     with pytest.raises(ConfigError, match="unknown ties: expected one of lowest, keep, got 'lowst'"):
         ops.block_index(w, torch.tensor(3), torch.tensor(0), *BLOCK, "fro", "lowst", 0)
     with pytest.raises(ConfigError, match="block must be two positive ints"):
