@@ -10,14 +10,13 @@ from functools import wraps
 from typing import Any
 
 from torch import nn
-from torch.fx import Proxy
 
 from .kernels.errors import UnsupportedError, message
 from .passes.finding.readers import forward_codes
 from .passes.settings.options import Options
 from .passes.state import noted
 from .passes.state.pruning_schedule import copied
-from .passes.state.scripting import refuse_scripting
+from .passes.state.scripting import refuse_scripting, refuse_symbolic
 from .passes.state.site import Site
 from .reading import FORWARDS
 
@@ -104,9 +103,7 @@ def begin(m: Swapped, input: object, layer: str, config: str) -> None:
     runs it, and would freeze that."""
     noted.note(m)
     look_at_asked(m)
-    if isinstance(input, Proxy):
-        what = f"torch.fx.symbolic_trace cannot look into {layer}: expected a dense model."
-        raise UnsupportedError(message(what, type(m).__name__, f"trace first, then fxmask.apply(traced, {config}(...))."))
+    refuse_symbolic(m, input, layer, config)
 
 
 def note_asked(m: nn.Module, config: Options) -> None:

@@ -14,6 +14,7 @@ from ..finding.choose import Decision
 from ..infra import Pass, call_again, replace_node
 from ..settings.block_dropout import BlockDropout
 from ..state.noted import note
+from ..state.scripting import refuse_symbolic
 from .graph_calls import DROPPED, call_site, calls_of, give_back, input_arg, linear_parts
 from .writes import Writes
 
@@ -38,6 +39,7 @@ class DroppedCall(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         note(self)
+        refuse_symbolic(self, x, "a call with block dropout", "BlockDropout")
         return self._fxmask_dropping.linear(x, weight, bias, self.training)
 
     def extra_repr(self) -> str:

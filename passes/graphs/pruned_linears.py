@@ -10,6 +10,7 @@ from ..infra import Pass, replace_node
 from ..settings.activation_pruning import ActivationPruning
 from ..state.noted import note
 from ..state.pruning_schedule import install
+from ..state.scripting import refuse_symbolic
 from .graph_calls import PRUNED, call_site, calls_of, give_back, input_arg, linear_parts
 
 
@@ -26,6 +27,10 @@ class PrunedSite(nn.Module):
     def extra_repr(self) -> str:
         return f"{self._fxmask_name}, {self._fxmask_pruning.words()}"
 
+    def _begin(self, x: Tensor) -> None:
+        note(self)
+        refuse_symbolic(self, x, "a call whose input is pruned", "ActivationPruning")
+
 
 class PrunedCall(PrunedSite):
     """Of a linear: (x, w, b) -> y."""
@@ -35,7 +40,7 @@ class PrunedCall(PrunedSite):
         self._fxmask_origin = origin
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        note(self)
+        self._begin(x)
         return self._fxmask_pruning.linear(x, weight, bias, self.training)
 
 

@@ -11,7 +11,6 @@ from ..finding.choose import Decision
 from ..finding.products import MUL_, SCALED, parameters_behind, product_parts
 from ..infra import Pass, call_again, replace_node
 from ..settings.activation_pruning import ActivationPruning
-from ..state.noted import note
 from .graph_calls import call_site, calls_of
 from .pruned_linears import PrunedSite
 
@@ -24,7 +23,7 @@ class PrunedProductCall(PrunedSite):
         self._fxmask_call = call
 
     def forward(self, x: Tensor, a: Tensor, b: Tensor | None = None) -> Tensor:
-        note(self)
+        self._begin(x)
         return self._fxmask_pruning.product(x, a, b, self._fxmask_call[1] in MUL_, self.training)
 
 

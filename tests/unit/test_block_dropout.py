@@ -285,6 +285,8 @@ WRONG = {
     "both in a trace": (lambda: fxmask.apply(torch.fx.symbolic_trace(net()), WeightMask(), BlockDropout(0.5)), "instead of its trace"),
     "torch.func": (lambda: (m := fxmask.apply(net(), BlockDropout(0.5))) and torch.func.grad(lambda x: m(x).sum())(torch.randn(4, 64)), "function transform"),
     "tracing": (lambda: torch.fx.symbolic_trace(fxmask.apply(net(), BlockDropout(0.5))), "trace first"),
+    "tracing a trace": (lambda: torch.fx.symbolic_trace(fxmask.apply(torch.fx.symbolic_trace(net()), BlockDropout(0.5))), "trace first"),
+    "tracing it in eval": (lambda: torch.fx.symbolic_trace(fxmask.apply(torch.fx.symbolic_trace(net()), BlockDropout(0.5)).eval()), "trace first"),
 }
 
 

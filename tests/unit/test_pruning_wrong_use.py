@@ -39,7 +39,9 @@ WRONG = {
     "guard": (lambda: fxmask.guard(torch.optim.SGD((m := fxmask.apply(mlp(), ActivationPruning())).parameters()), m), "nothing is masked"),
     "ints": (lambda: fxmask.apply(mlp(torch.float32), ActivationPruning(0.5, 16))(X.long()), r"expected floats \(\.\.\., K\), got torch.int64"),
     "no axis": (lambda: fxmask.apply(mlp(torch.float32), ActivationPruning(0.5, 16))(X.sum()), r"got torch.float32 of shape \(\)"),
-    "tracing": (lambda: torch.fx.symbolic_trace(fxmask.apply(mlp(), ActivationPruning())), "trace"),
+    "tracing": (lambda: torch.fx.symbolic_trace(fxmask.apply(mlp(), ActivationPruning())), "trace first"),
+    "tracing a trace": (lambda: torch.fx.symbolic_trace(fxmask.apply(torch.fx.symbolic_trace(mlp()), ActivationPruning())), "trace first"),
+    "a trace of Gain": (lambda: torch.fx.symbolic_trace(fxmask.apply(torch.fx.symbolic_trace(Gain()), ActivationPruning(affine=True))), "trace first"),
 }
 
 
