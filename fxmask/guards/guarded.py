@@ -163,7 +163,8 @@ def guarded_weight(name: str, site: Site, weight: torch.Tensor, masked_weights: 
     refuse_shard(site, weight)
     if site._fxmask_policy is not None:
         what = f"this weight is guarded already (policy {site._fxmask_policy!r}): expected one guard for a masked weight."
-        raise StateError(message(what, name, "call remove() on the first handle."))
+        fix = "call remove() on the first handle; two optimisers that step in turn (actor and critic) want weights of their own: leave shared ones to one of them."
+        raise StateError(message(what, name, fix))
     if masked_weights == "freeze" and moving:
         asked, fix = ("masked_step=True", "leave masked_step out.") if masked_step else ("masked_weights='freeze'", "use masked_weights='auto' or 'free'.")
         what = f"{asked} with backward={moving[0]!r} would cancel it, because its masked weights must move: expected backward='masked' with it."

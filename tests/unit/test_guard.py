@@ -324,6 +324,8 @@ def test_wrong_use():
     handle = fxmask.guard(optimiser, model)
     with pytest.raises(StateError, match=r"(?s)guarded already \(policy 'freeze'\).*0.weight.*call remove\(\) on the first handle"):
         fxmask.guard(optimiser, model)
+    with pytest.raises(StateError, match=r"(?s)guarded already.*in turn.*weights of their own: leave shared ones to one of them"):
+        fxmask.guard(optim.SGD(model.parameters(), lr=0.1), model)
     assert len(optimiser._optimizer_step_pre_hooks) == 1
     with fxmask.dense(model), pytest.raises(StateError, match=r"optimizer.step\(\) inside fxmask.dense"):
         optimiser.step()
