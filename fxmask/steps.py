@@ -19,7 +19,7 @@ from .passes.state.pruning_schedule import advance
 from .passes.state.saliency import observe, refuse_shard
 from .passes.state.site import Site
 from .passes.state.site_mask import check_agreed
-from .passes.stepping.bypass import warn_of_dense_readers
+from .passes.stepping.bypass import warn_of_adapters, warn_of_dense_readers
 from .pruning import scheduled_layers
 from .sites import Masked, expect_module, sites_in_force, values_of
 from .untold import expect_steps
@@ -35,7 +35,8 @@ def step(model: nn.Module, n: int = 1) -> None:
     An optimiser's step counts, a forward does not: so gradient accumulation, evaluation and recomputation change nothing. The optimiser's state is left alone:
     blocks that come back under `regrow` keep the momenta that they have, which `fxmask.guard` clears.
     Raises: StateError without masks or inside `fxmask.dense`, ConfigError for a negative `n`, UnsupportedError inside a CUDA graph. Warns where a weight has a
-    gradient though its masked forward never ran, and where steps were announced and an optimiser makes more than 10 of which none is told.
+    gradient though its masked forward never ran, where an adapter that trains reads a frozen one (at the first step), and where steps were announced and an
+    optimiser makes more than 10 of which none is told.
     Cost: the scalars that change, and where masks are due, one set of launches for all weights of one dtype and block.
     """
     taken = plain_int(n)
@@ -61,6 +62,8 @@ def step(model: nn.Module, n: int = 1) -> None:
                 check_agreed(site, values)
     if n:
         warn_of_dense_readers(found)
+        if not all(site._fxmask_step for _, site, _ in found):  # adapters are put around masked layers before the first step
+            warn_of_adapters(model)
         _observe(found, n)
     taken_steps.advance([(site, weight) for _, site, weight in found], n)
     for _, layer in learned:

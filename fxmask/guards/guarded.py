@@ -163,7 +163,7 @@ def guarded_weight(name: str, site: Site, weight: torch.Tensor, masked_weights: 
     refuse_shard(site, weight)
     if site._fxmask_policy is not None:
         what = f"this weight is guarded already (policy {site._fxmask_policy!r}): expected one guard for a masked weight."
-        fix = "call remove() on the first handle; two optimisers that step in turn (actor and critic) want weights of their own: leave shared ones to one of them."
+        fix = "call remove() on the first handle; two optimisers that step in turn (actor, critic) want weights of their own: leave shared ones to one of them."
         raise StateError(message(what, name, fix))
     if masked_weights == "freeze" and moving:
         asked, fix = ("masked_step=True", "leave masked_step out.") if masked_step else ("masked_weights='freeze'", "use masked_weights='auto' or 'free'.")

@@ -316,18 +316,21 @@ class Adapter(nn.Module):
         return F.linear(turned, self.base_layer.weight, self.base_layer.bias) if self.reads else self.base_layer(turned)
 
 
+@pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("reads", [True, False])
-def test_adapters_around_frozen_layers(reads):
+def test_adapters_around_frozen_layers(reads, guarded):
     m = fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), ratio=0.75, block=(8, 4), refresh=2)  # no compiled test has traced its like
     m[0] = Adapter(m[0])
     m[0].reads = reads
     optimiser = optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        fxmask.guard(optimiser, m)
+        fxmask.guard(optimiser, m) if guarded else fxmask.step(m, 0)
         for _ in range(3):
             m(torch.randn(3, 64)).square().mean().backward()
             optimiser.step()
+            if not guarded:
+                fxmask.step(m)
     assert [str(w.message).count("where: 0.base_layer") for w in told if "never runs" in str(w.message)] == [1] * reads
     assert any("0.base_layer" in note and "dense" in note for note in fxmask.explain(m).notes) == reads
 
