@@ -17,7 +17,8 @@ from ..passes.state import pruning_schedule, ranks
 from ..passes.state.saliency import GIVEN
 from ..passes.state.site import Site
 from ..passes.state.tensors import has_values
-from ..passes.stepping.held import states_of
+from ..passes.stepping.held import group_of, states_of
+from ..passes.stepping.momenta import NO_MOMENTA
 from .guarded import Held, makers_of
 
 Stepped = tuple[str, Site, "Sequence[torch.Tensor]"]  # a mask by its name, and what an optimiser moves its weight by
@@ -59,16 +60,29 @@ def _begins_anew(site: Site) -> bool:
 
 def has_stepped(optimizer: Optimizer, weight: torch.Tensor) -> bool:
     """Whether an optimiser, or one that it wraps, has made a step of a weight, as its state tells."""
-    return any(map(_is_of_a_step, states_of(optimizer, weight)))
+    group = group_of(optimizer, weight) or {}
+    coupled = 0 if group.get("decoupled_weight_decay") else group.get("weight_decay", 0)
+    return any(_is_of_a_step(state, weight, coupled) for state in states_of(optimizer, weight))
 
 
-def _is_of_a_step(state: Mapping[str, Any]) -> bool:
-    """Whether an optimiser's state of a weight is of a step that was made. Adagrad's is there before, and torch.distributed.checkpoint makes one of zeros.
-    A count with no tensor beside it is believed."""
+def _is_of_a_step(state: Mapping[str, Any], weight: torch.Tensor, decay: float) -> bool:
+    """Whether an optimiser's state of a weight is of a step that was made. Adagrad's is there before, and torch.distributed.checkpoint makes one by a step of
+    zero gradients, the first, to which a coupled `decay` adds. A count with no tensor beside it is believed."""
     count = state.get("step", 0)
     known = count.numel() == 1 and has_values(count) if isinstance(count, torch.Tensor) else isinstance(count, (int, float))
-    if not ((known and float(count) > 0) or state.get("momentum_buffer") is not None):
+    steps = float(count) if known else 0
+    if steps <= 0 and state.get("momentum_buffer") is None:
         return False
-    parts = [ranks.part(t) for t in state.values() if isinstance(t, torch.Tensor) and t.numel() > 1]
-    readable = [t for t in parts if has_values(t)]
-    return not readable or any(bool(t.any()) for t in readable)
+    parts = {k: ranks.part(t) for k, t in state.items() if isinstance(t, torch.Tensor) and t.numel() > 1}
+    readable = {k: t for k, t in parts.items() if has_values(t)}
+    if steps > 1 or not readable:
+        return True
+    if decay and (steps > 0 or _is_decay(readable.get("momentum_buffer"), weight, decay)):
+        return False
+    return any(bool(t.any()) for k, t in readable.items() if k not in NO_MOMENTA)
+
+
+def _is_decay(momentum: torch.Tensor | None, weight: torch.Tensor, decay: float) -> bool:
+    """Whether a momentum without a count is that of a decay alone."""
+    w = ranks.part(weight.detach())
+    return momentum is not None and momentum.shape == w.shape and torch.allclose(momentum, decay * w.to(momentum))

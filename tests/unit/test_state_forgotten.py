@@ -121,6 +121,32 @@ def test_a_guard_on_an_optimiser_that_has_stepped_dense_weights(make):
     fxmask.guard(optimiser, fxmask.apply(fxmask.restore(model), ratio=0.6))  # which counts nothing
 
 
+STEPS_OF_DECAY = {
+    "SGD": lambda p: optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
+    "Adam": lambda p: optim.Adam(p, weight_decay=0.1),
+    "Rprop": optim.Rprop,
+    "ASGD": optim.ASGD,
+}
+
+
+@pytest.mark.parametrize("make", STEPS_OF_DECAY.values(), ids=STEPS_OF_DECAY)
+@pytest.mark.parametrize("early", [True, False])
+def test_a_state_that_a_checkpoint_has_made_is_of_no_step(make, early):
+    """Its step has zero gradients, and what a decay, or a state's own beginning, makes of them is none. Any warning is an error."""
+    model = fxmask.apply(mlp(), ratio=0.6, refresh=2)
+    optimiser = make(model.parameters())
+    if early:
+        get_optimizer_state_dict(model, optimiser)
+    handle = fxmask.guard(optimiser, model)
+    if not early:
+        get_optimizer_state_dict(model, optimiser)
+    steps(model, optimiser, 2)
+    handle.remove()
+    fxmask.apply(fxmask.restore(model), ratio=0.6, refresh=2)
+    with pytest.warns(fxmask.FxMaskWarning, match=LOST):
+        fxmask.guard(optimiser, model)
+
+
 class Counts(optim.SGD):
     """Keeps a count, and no tensor that lies flat in the state."""
 
