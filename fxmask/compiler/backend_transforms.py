@@ -35,8 +35,9 @@ UNSEEN = {"super", "locals", "eval", "exec"}  # what takes local variables witho
 @functools.cache
 def asked() -> None:
     """Look at what Dynamo begins to compile, from now on."""
-    on_compile_start(nothing := lambda _: None)  # dies as torch._dynamo.reset lets go of it; an error that somebody keeps would keep what has raised it
-    on_compile_start(_refuse)
+    # disabled, or Dynamo would compile them where a compiled function calls backward(), whose compilation asks them with a lock held: that waits for ever
+    on_compile_start(nothing := torch.compiler.disable(lambda _: None))  # dies as torch._dynamo.reset lets go of it; an error would keep what has raised it
+    on_compile_start(torch.compiler.disable(_refuse))
     weakref.finalize(nothing, asked.__wrapped__).atexit = False
 
 

@@ -8,6 +8,7 @@ from compile_backend.helpers import OPTIONS, compiled, train
 from resmlp import PRESETS, ResMLP
 from sample_models import Attention, Residual, Twice, mlp
 from torch import nn
+from torch._dynamo.callback import callback_handler
 from torch.utils.checkpoint import checkpoint
 
 import fxmask
@@ -126,3 +127,37 @@ CASES = [pytest.param(n, i, marks=() if (n, i) == ("mlp", "eager") else pytest.m
 @pytest.mark.parametrize(("name", "inner"), CASES)
 def test_a_process_that_never_imports_fxmask(name, inner):
     fresh_process.check(FRESH[name], inner)
+
+
+class Watched:
+    """A lock that says so where a thread would wait for itself."""
+
+    def __init__(self, lock):
+        self.lock = lock
+
+    def __enter__(self):
+        assert self.lock.acquire(timeout=60), "Dynamo compiles what it asks under its own lock"
+
+    def __exit__(self, *exc):
+        self.lock.release()
+
+
+@pytest.mark.filterwarnings("ignore:backend='fxmask' masked nothing in a graph")  # in the optimiser's
+def test_a_whole_step_that_is_compiled(monkeypatch):
+    """Its graph breaks at backward(), which is compiled inside: what looks at compilations is asked there, and is none to compile. That would hang."""
+    name = "_CompilationCallbackHandler__pending_callbacks_counter_lock"
+    monkeypatch.setattr(callback_handler, name, Watched(getattr(callback_handler, name)))
+    ours, applied = mlp(), fxmask.apply(mlp(), **OPTIONS)
+
+    def step(model, optimizer, x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    run = compiled(step, inner="aot_eager", **OPTIONS)
+    for model, how in ((ours, run), (applied, step)):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(1)
+        for _ in range(2):
+            how(model, optimizer, torch.randn(4, 64))
+    torch.testing.assert_close([*ours.parameters()], [*applied.parameters()])
