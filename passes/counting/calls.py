@@ -39,6 +39,7 @@ class Place:
     mask: Mask | None = field(default=None, compare=False, repr=False)  # of a mask, and of a weight that was multiplied by one
     neutral: bool = False  # a constant: neither a weight nor computed from the model's inputs
     offset: int = 0  # bytes from the storage's begin
+    number: float | None = None  # the value of a constant of one element, where it is known
 
     @property
     def of_inputs(self) -> bool:

@@ -30,6 +30,7 @@ class Origins:
         self.masked_dw: set[str] = set()  # weights whose gradient is wanted in kept blocks alone
         self.typical: set[str] = set()  # weights whose masks were drawn, because they have no values
         self.uncounted: set[str] = set()  # weights whose number of kept blocks has no value
+        self._numbers: dict[int, float] = {}  # storages of single numbers that the model's code wrote, as where's other value
         self._derived: dict[int, tuple[str, Mask | None]] = {}  # storages computed from parameters alone
         self._copies: dict[int, tuple[str, Tensor]] = {}  # storages with a parameter's elements in their order, as `real` has parameters
         self._kept: list[Any] = []  # a storage that was freed would give its address to another
@@ -49,7 +50,19 @@ class Origins:
         elif neutral and key in self.values:  # a buffer, as a trace by make_fx has its constants; of inputs, what a mask holds
             mask = self._constant(self.values[key])
         offset = int(t.storage_offset()) * t.dtype.itemsize
-        return Place(tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, key, name, whole, mask, neutral, offset)
+        number = self._number(t) if neutral else None
+        return Place(tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, key, name, whole, mask, neutral, offset, number)
+
+    def _number(self, t: Tensor) -> float | None:
+        """The value of a constant of one element, where it has one; bools are masks."""
+        key = storage_of(t)
+        if key in self._numbers or t.numel() != 1 or t.dtype == torch.bool:
+            return self._numbers.get(key)
+        real = self.values.get(key, t.constant) if isinstance(t, FakeTensor) else t
+        if real is None or not is_real(real):
+            return None
+        with _disable_current_modes(), torch.no_grad():
+            return real.item()
 
     def _constant(self, t: Tensor) -> Mask | None:
         """The mask, or the flag of `rigl`, that a tensor with values is, if it is one."""
@@ -79,6 +92,10 @@ class Origins:
     def note(self, call: Call, made: Mask | None, t: Tensor) -> None:
         """Note of a result what it is made of: parameters alone, with what mask, or nothing that an input moves. `made`: the mask that the call makes."""
         key, inputs = storage_of(t), call.inputs
+        if not call.aliases:
+            self._numbers.pop(key, None)
+        if call.op == "aten.scalar_tensor":
+            self._numbers[key] = call.args[0]
         if made is None:
             if any(p.of_inputs for p in inputs) or (call.differentiates and all(p.storage != key for p in inputs)):
                 self.neutral.discard(key)
@@ -117,10 +134,10 @@ def _inherited(call: Call, made: Tensor) -> Mask | None:
         return mask._replace(block=(int(made.shape[1]), int(made.shape[3])))  # a mask that a graph was given, bit by bit
     if call.op == "fxmask.graft":  # has the gradient of the other one
         return mask._replace(whole_dw=_reaches_all(call.named["other"]))
-    if call.aliases or call.op in KEEP_ELEMENTS or not made.dtype.is_floating_point:
+    if call.aliases or call.op in KEEP_ELEMENTS or not (made.dtype.is_floating_point or is_pointwise(call)):
         return mask
     if call.op == "aten.where" and isinstance(other := call.args[2], Place):
-        if other.neutral and other.numel == 1:  # a 0 to mask with
+        if other.neutral and other.numel == 1 and not other.number:  # a 0 to mask with
             with _disable_current_modes():
                 return mask._replace(whole_dw=bool(mask.values.all()), shape=mask.shape or matrix_shape(made.shape))
         if isinstance(value := call.args[1], Place) and value.weight == other.weight != "":  # straight-through: what is added of the same weight is 0
@@ -139,6 +156,8 @@ def _gives_zero(call: Call, mask: Mask) -> bool:
     def one(a: Any) -> Any:
         if not isinstance(a, Place):
             return a
+        if a.number is not None:
+            return torch.tensor((a.number, a.number), device="cpu")
         here = a.mask is not None and a.mask.block is not None and a.mask.values is mask.values
         others = (False, True) if a.dtype == torch.bool else OTHERS
         return torch.tensor((0.0, 0.0) if here else others, device="cpu", dtype=torch.bool if a.dtype == torch.bool else None)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxmask
+from fxmask.kernels.grid import expand_mask
 
 TOKENS, BLOCK = 24, (16, 16)
 DENSE = 2 * TOKENS * 48 * 64
@@ -186,3 +187,40 @@ def test_products_with_a_masked_weight_that_are_counted_densely_are_told_of(name
 @pytest.mark.parametrize("how", [F.linear, lambda x, w: F.linear(x, w.exp()), lambda x, w: F.linear(x, w + 1)], ids=["masked", "filled", "added to"])
 def test_products_that_are_counted_as_they_are_have_no_such_note(how):
     assert not [n for n in analyze(masked(how), tokens()).notes if "made of W∘M" in n]
+
+
+# ---- what stands where the mask leaves something out ----------------------------------------------------------------------------------------------------
+
+CHOSEN = {
+    "by its sign, or a number": lambda w: torch.where(w > 0, w, 0.5),
+    "by its sign, or a tensor": lambda w: torch.where(w > 0, w, torch.tensor(0.5)),
+    "by its sign, or 0": lambda w: torch.where(w > 0, w, 0),
+    "by its sign, or itself": lambda w: torch.where(w > 0, 1.0, w),
+    "of two numbers": lambda w: torch.where(w > 0, 1.0, -1.0),
+    "of two numbers, one of which is 0": lambda w: torch.where(w < 1e-3, 1.0, 0.0),
+    "its own negative": lambda w: torch.where(w < 0, -w, w),
+    "filled where small": lambda w: w.masked_fill(w < 1e-3, 0.7),
+    "cut where small": lambda w: w.masked_fill(w < 1e-3, 0),
+    "whether it is large": lambda w: (w > 1e-3).float(),
+    "whether it is small": lambda w: (w < 1e-3).float(),
+    "multiplied by that": lambda w: w * (w > 1e-3),
+    "cut by what is not small": lambda w: torch.where(torch.isfinite(w), w, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_is_chosen_by_a_masked_weight_counts_where_it_is_not_zero(name):
+    """Compared with the values of a real run: zeros outside of kept blocks, or none there that is one for its mask."""
+    made, found = CHOSEN[name], []
+
+    def how(x, w):
+        found.append(made(w))
+        return F.linear(x, found[-1])
+
+    model, x = masked(how), tokens()
+    model(x)
+    outside = ~expand_mask(fxmask.masks(model)["fc.weight"], (48, 64), BLOCK)
+    zeros = not found[0].detach()[outside].any()
+    report = analyze(model, x)
+    assert report.summary["flop"]["fwd"] == (DENSE // 4 if zeros else DENSE) and report.summary["flop_dense"]["fwd"] == DENSE
+    assert report.summary["params_kept"] == 48 * 64 // 4
