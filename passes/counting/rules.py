@@ -53,7 +53,7 @@ def of_weight(work: Work, *operands: Place) -> None:
     """Say of a product of which weight it is, the first one among its operands, and leave out what a mask does."""
     call, weight = work.call, next((p for p in operands if p.weight), operands[0])
     if weight.weight:
-        work.weight, work.elements = weight.weight, weight.numel
+        work.weight, work.elements = weight.weight, weight.bytes // weight.dtype.itemsize  # distinct ones, of an expanded weight, too
     elif work.phase == "dW" and call is not None and call.forward is not None:  # of W∘M, in a mode that drops what lies outside of kept blocks
         size = call.outputs[0].numel
         weight = next((p for p in call.forward.inputs if p.mask is not None and not p.mask.whole_dw and p.numel == size), weight)

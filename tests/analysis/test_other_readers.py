@@ -224,3 +224,13 @@ def test_what_is_chosen_by_a_masked_weight_counts_where_it_is_not_zero(name):
     report = analyze(model, x)
     assert report.summary["flop"]["fwd"] == (DENSE // 4 if zeros else DENSE) and report.summary["flop_dense"]["fwd"] == DENSE
     assert report.summary["params_kept"] == 48 * 64 // 4
+
+
+def test_a_weight_that_is_expanded_over_a_batch_is_loaded_once():
+    """As 3 equal matrices of a batched product; without a mask, and with one."""
+    def how(x, w):
+        return torch.bmm(x.view(3, 8, 64), w.t().expand(3, -1, -1))
+
+    for model, kept in ((Reads(how), 48 * 64), (masked(how), 48 * 64 // 4)):
+        report = analyze(model, tokens())
+        assert report.summary["flop"]["fwd"] == 2 * TOKENS * kept and report.summary["weights_loaded"] == kept
