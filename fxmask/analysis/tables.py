@@ -33,7 +33,10 @@ def node_names(calls: Iterable[Call]) -> dict[int, str]:
 def name_of(work: Work, names: dict[int, str]) -> str:
     if work.call is None:
         return work.weight
-    return names[id(work.call.forward or work.call)]
+    call = work.call
+    while call.forward is not None:  # a gradient's gradient has another one's
+        call = call.forward
+    return names[id(call)]
 
 
 def module_of(work: Work) -> str:

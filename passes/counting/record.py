@@ -119,7 +119,9 @@ class Recorder(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, now: int) -> None:
         places = tree_map(lambda a: self.origins.place(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs)))
         node = torch._C._current_autograd_node()
-        backward, recomputed = node is not None, node is not None and (torch.is_grad_enabled() or _in_a_call())
+        backward = node is not None
+        recomputed = backward and ((torch.is_grad_enabled() and not _by_the_engine()) or _in_a_call())
+        fresh = now > self._seq  # autograd made a node for this op just before it came here
         call = Call(func, places[0], places[1], [], *self.module(), self.node, backward, recomputed)
         if call.differentiates:
             number = node._sequence_nr()
@@ -130,10 +132,10 @@ class Recorder(TorchDispatchMode):
                 call.module, call.kind, call.node = call.forward.module, call.forward.kind, call.forward.node
             call.summed = call.op == "aten.add" and len(call.inputs) == 2 and _by_the_engine()
             call.of_weight = call.summed and all(p.storage in self._of_weights for p in call.inputs)
-        elif now > self._seq:  # autograd made a node for this op just before it came here
-            self._by_seq[now - 1], self._seq = call, now
-        elif not torch.is_grad_enabled() and _meets_weight(call) and not _meets_weight(self._by_seq.get(self._seq - 1)) and _in_a_function():
+        elif not (fresh or torch.is_grad_enabled()) and _meets_weight(call) and not _meets_weight(self._by_seq.get(self._seq - 1)) and _in_a_function():
             self._inside.setdefault(self._seq - 1, call)
+        if fresh:
+            self._by_seq[now - 1], self._seq = call, now
         made = self.origins.mask_made(call, args)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
@@ -194,7 +196,4 @@ def _in_a_call() -> bool:
 
 def _by_the_engine() -> bool:
     """Whether no Python code calls an op of a backward, nor a node of autograd that Python code made: the engine sums gradients so, under the node before."""
-    for f in frames():
-        if f.f_code.co_filename not in OURS:
-            return f.f_code is BACKWARD_CODE
-    return True  # a thread of the engine
+    return next((f.f_code is BACKWARD_CODE for f in frames() if f.f_code.co_filename not in OURS), True)  # none but ours: a thread of the engine

@@ -209,6 +209,30 @@ def test_a_forward_that_differentiates_by_autograd(create_graph):
     assert (s["fwd"], s["total"]) == (2 * 6 * 16 * 24, 4 * 6 * 16 * 24)
 
 
+class Penalty(nn.Module):
+    """Of the gradient by the input, which has a gradient itself: create_graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 32), nn.Linear(32, 64)
+
+    def forward(self, x):
+        y = self.b(torch.tanh(self.a(x))).square().sum()
+        return y + torch.autograd.grad(y, x, create_graph=True)[0].square().sum()
+
+
+def test_gradients_of_a_gradient():
+    """Two products of a size P: 2 P forward, 2 P by the first gradient, each of which has two, and the usual four; nothing runs again."""
+    one = 2 * 8 * 64 * 32
+    report = count(Penalty(), torch.randn(8, 64, requires_grad=True))
+    s = report.summary["flop"]
+    assert (s["fwd"], s["bwd_dx"], s["bwd_dw"], s["total"]) == (2 * one, 6 * one, 4 * one, 12 * one) and "recompute" not in s
+    products = [r for r in report.tables["nodes"] if r["m"]]
+    assert {r["node"] for r in products} == {"a:addmm", "b:addmm"}, "all are of the two layers"
+    assert [sum(r["flop"] for r in products if r["module"] == m) for m in "ab"] == [6 * one] * 2
+    assert "b:addmm  aten.mm  dX" in report.explain("b")
+
+
 class Product(torch.autograd.Function):
     """Whose first op is of the weight alone."""
 
