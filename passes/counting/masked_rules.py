@@ -47,7 +47,7 @@ def masked_work(op: str, call: Call, t: Target, x: Place, shape: tuple[int, int]
     whole = (op == "dx" and mode == "unmasked") or (op == "dw" and (mode in ("ste", "unmasked") or flagged))
     plain = layer_cost.dense(op, tokens, shape, dtype.itemsize, t.tile, bias=bias)
     impl = implementation(a["impl"], t)
-    kept = shape[0] * shape[1] if whole else int(kept_elements(mask, shape, block))
+    nnzb, kept = (mask.numel(), shape[0] * shape[1]) if whole else (int(mask.sum()), int(kept_elements(mask, shape, block)))
     cost = plain if whole else layer_cost.layer(
         op, impl, tokens, shape, mask, block, dtype, t.tile, bias=bias, inner=are_tokens_inner(x.shape, x.stride, dtype)
     )
@@ -66,7 +66,7 @@ def masked_work(op: str, call: Call, t: Target, x: Place, shape: tuple[int, int]
     m, nn, kk = {"forward": (tokens, n, k), "dx": (tokens, k, n), "dw": (n, k, tokens)}[op]
     phase = phase_of(call) if op == "forward" else PHASE[op]
     return Work(
-        call, phase, EXACT, cost, m, nn, kk, 1, dtype, plain, block, int(mask.sum()), kept, n * k, weight, "dense" if whole else impl, widths,
+        call, phase, EXACT, cost, m, nn, kk, 1, dtype, plain, block, nnzb, kept, n * k, weight, "dense" if whole else impl, widths,
         launches=1 if whole else 1 + (impl != "triton"), name=f"fxmask.masked_linear_{op}" if op != "forward" else "",
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from analysis.counted import MODELS, SMALL, Apply, Attention, both, kept_of, left_out, mlp, on_meta, sdpa, totals
+from analysis.counted import MODELS, SMALL, Apply, Attention, both, kept_of, left_out, masked, mlp, on_meta, sdpa, totals
 from analysis.counted import analyze as count
 from torch import nn
 from torch.utils.flop_counter import flop_registry
@@ -203,3 +203,17 @@ def test_a_cached_mask_that_went_to_the_meta_device(refresh):
     report = count(model, torch.empty(8, 64, device="meta"))
     assert report.summary["flop"]["fwd"] == 2 * 8 * 64 * 96 // 4 and report.summary["params_kept"] == 64 * 96 // 4 + 96
     assert model[0]._fxmask_mask.is_meta
+
+
+@pytest.mark.parametrize("mode", ["masked", "ste", "unmasked"])
+def test_blocks_and_density_of_a_row_agree(mode):
+    """A gradient that a mode makes everywhere is one of all blocks, and not of as many as the mask keeps."""
+    model, x = masked("vit", backward=mode)
+    kept = {name.removesuffix(".weight"): (int(m.sum()), m.numel()) for name, m in fxmask.masks(model).items()}
+    elements = {name.removesuffix(".weight"): (k, n) for name, (k, n) in kept_of(model, (16, 32)).items()}
+    rows = [r for r in count(model, x).tables["nodes"] if r["nnzb"] is not None and r["m"]]
+    assert {r["phase"] for r in rows} == {"fwd", "dX", "dW"}
+    for r in rows:
+        whole = (r["phase"], mode) in (("dX", "unmasked"), ("dW", "unmasked"), ("dW", "ste"))
+        (blocks, all_blocks), (k, n) = kept[r["module"]], elements[r["module"]]
+        assert (r["nnzb"], r["density"]) == ((all_blocks, 1.0) if whole else (blocks, k / n))
