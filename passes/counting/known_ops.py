@@ -12,7 +12,7 @@ def _aten(names: str) -> frozenset[str]:
 
 
 POINTWISE = _aten("""
-    leaky_relu leaky_relu_ floor_divide floor_divide_ polar complex linalg_cross
+    leaky_relu leaky_relu_ floor_divide floor_divide_ polar complex linalg_cross addr addr_
     threshold_ rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_backward hardtanh_backward hardsigmoid_backward mish_ hardswish hardswish_
     hardswish_backward elu_backward hardshrink_backward leaky_relu_backward log_sigmoid_forward log_sigmoid_backward softplus_backward softshrink_backward
     _prelu_kernel _prelu_kernel_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
@@ -23,7 +23,8 @@ REDUCE = _aten("""
     sum nansum mean var var_mean std std_mean amax amin aminmax max min argmax argmin prod norm linalg_vector_norm logsumexp cumsum cumprod any all
     count_nonzero median kthvalue logcumsumexp trace histc renorm _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax
     nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward cummax cummin mode isin searchsorted bucketize _unique2
-    scatter_reduce scatter_reduce_ index_reduce index_reduce_
+    scatter_reduce scatter_reduce_ index_reduce index_reduce_ _embedding_bag _embedding_bag_forward_only _embedding_bag_backward
+    _embedding_bag_dense_backward _embedding_bag_per_sample_weights_backward
 """)
 NORMALISE = _aten("""
     native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward native_group_norm native_group_norm_backward
@@ -39,7 +40,7 @@ MOVE = _aten("""
     replication_pad1d_backward replication_pad2d replication_pad2d_backward replication_pad3d replication_pad3d_backward index_fill index_fill_
     unfold_backward im2col col2im pixel_shuffle
     pixel_unshuffle channel_shuffle native_channel_shuffle topk sort one_hot bincount nonzero split_with_sizes_copy expand_copy detach_copy lift_fresh_copy
-    as_strided_copy view_copy repeat_interleave put put_ diag_embed rot90 nonzero_static masked_scatter_backward
+    diagonal_scatter as_strided_copy view_copy repeat_interleave put put_ diag_embed rot90 nonzero_static masked_scatter_backward
 """)
 RESAMPLE = _aten("""
     max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool1d avg_pool2d avg_pool2d_backward avg_pool3d _adaptive_avg_pool2d
@@ -58,9 +59,10 @@ OURS = frozenset({"fxmask.nm_learned", "fxmask.nm_sr_ste", "fxmask.nm_magnitude"
 KNOWN = OURS | POINTWISE | REDUCE | NORMALISE | MOVE | RESAMPLE | MAKE
 # a view of a constant, such as a cached mask, is another tensor on fake ones: unsqueeze is the first that a mask sees
 NOTHING = _aten("""
-    empty empty_like empty_strided new_empty new_empty_strided _assert_async _assert_tensor_metadata resize_ lift_fresh
+    empty empty_like empty_strided new_empty new_empty_strided _assert_async _assert_tensor_metadata _linalg_check_errors resize_ lift_fresh
     as_strided_ transpose_ t_ swapaxes_ swapdims_ squeeze_ unsqueeze_ detach_ unsqueeze
 """)
+BAGS = _aten("_embedding_bag _embedding_bag_forward_only")  # read a row of their first operand for each index, and give sums of them
 GATHERS = _aten("embedding index index_select gather _unsafe_index")  # read what they give of their first operand
 OVERWRITES = _aten("copy_ fill_ zero_ bernoulli_ uniform_ normal_ exponential_ random_")  # write an argument without reading it
 SUMS = _aten("index_add_ scatter_add_ scatter_reduce_")  # add to what is there

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from ...kernels import dense_cost
 from ...kernels.cost import Cost
 from .calls import Call, Place
-from .known_ops import ELEMENTS, GATHERS, KNOWN, NOTHING, OVERWRITES, SCATTERS, SUMS, is_pointwise
+from .known_ops import BAGS, ELEMENTS, GATHERS, KNOWN, NOTHING, OVERWRITES, SCATTERS, SUMS, is_pointwise
 from .work import ELEMENTWISE, FREE, RULES, UNKNOWN, Target, Work, phase_of
 
 LINEARS = ("fxmask.masked_linear", "fxmask.pruned_linear", "fxmask.dropped_linear")
@@ -59,6 +59,8 @@ def stream_of(call: Call) -> Cost:
         others[p.view] = p, size
         if call.op in GATHERS and p is call.inputs[0]:
             size = min(size, out_bytes)
+        elif call.op in BAGS and p is call.inputs[0]:
+            size = min(size, call.named["indices"].numel * p.shape[1] * p.dtype.itemsize)
         reads[_input_name(call, p)] += size
     known = {p.storage for p in call.inputs}
     written: set[int] = set()

@@ -148,6 +148,17 @@ def test_bytes_of_an_embedding():
     assert bytes_of(report, "embedding")["dW"] == 15 * (8 + 64) + 64 * 1000
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize(("words", "rows"), [(1000, 15), (9, 9)])
+def test_bytes_of_bags_of_an_embedding(words, rows, mode):
+    """Rows that are read, of a small table no more than it has; products there are none, and nothing is unknown."""
+    model = nn.EmbeddingBag(words, 16, mode=mode)
+    report = fxmask.analyze(model, torch.randint(0, 9, (3, 5)), device="h100-sxm", optimizer=None, strict=True)
+    read = [r["bytes_min"] for r in report.tables["traffic"] if r["op"] == "aten._embedding_bag" and r["operand"] == "w"]
+    written = [r["bytes_min"] for r in report.tables["traffic"] if r["phase"] == "dW" and r["direction"] == "write"]
+    assert (read, written, report.summary["flop"]["total"]) == ([rows * 64], [words * 64], 0)
+
+
 def test_finite_cache():
     """A weight that does not fit in half of the L2 is read again for every 2,048 tokens, one that fits once."""
     make = lambda device, tokens: analyze(nn.Linear(1024, 1024, bias=False), torch.randn(tokens, 1024), device=device, phases=("fwd",))  # noqa: E731
