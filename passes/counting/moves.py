@@ -85,8 +85,9 @@ def _scattered(call: Call) -> int | None:
     p, index = call.inputs[0], a.get("index", a.get("indices"))
     if isinstance(index, Place):  # along one axis, or an element for each of its elements
         n = index.numel if call.op in ELEMENTS else index.numel * p.numel // max(1, p.shape[a["dim"]] if p.shape else 1)
-    elif index and all(isinstance(i, Place) and i.dtype != torch.bool for i in index):
-        n = prod(torch.broadcast_shapes(*(i.shape for i in index))) * prod(p.shape[len(index) :])
+    elif index and all(i is None or (isinstance(i, Place) and i.dtype != torch.bool) for i in index):
+        whole = [size for axis, size in enumerate(p.shape) if axis >= len(index) or index[axis] is None]
+        n = prod(torch.broadcast_shapes(*(i.shape for i in index if i is not None))) * prod(whole)
     else:
         return None
     return min(p.bytes, n * p.dtype.itemsize)

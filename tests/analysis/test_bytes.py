@@ -58,6 +58,8 @@ STREAMS = {
     "rows put": (lambda x: x.index_put_((torch.tensor([1, 3]),), torch.ones(())), 16 + 8 + 4 * 12),
     "rows added to": (lambda x: x.index_put_((torch.tensor([1, 3]),), torch.ones(()), accumulate=True), 16 + 8 + 8 * 12),
     "where rows and columns meet": (lambda x: x.index_put_((torch.tensor([[1], [3]]), torch.tensor([0, 2, 5])), torch.ones(())), 40 + 8 + 4 * 6),
+    "columns put": (lambda x: x.__setitem__((slice(None), torch.tensor([1, 3])), torch.ones(())), 16 + 8 + 4 * 10 * 2),  # as caches of keys are filled
+    "where bools say": (lambda x: x.index_put_((torch.ones(10, dtype=torch.bool),), torch.ones(())), 2 * 10 + 8 + 8 * N),  # values tell where: all
     "more often than there are": (lambda x: x.index_put_((torch.zeros(99, dtype=torch.long),), torch.ones(())), 16 * 99 + 8 + 4 * N),
 }
 
@@ -81,6 +83,8 @@ def test_bytes_of_attention():
     back = next(r for r in report.tables["nodes"] if r["phase"] == "dX" and "attention" in r["op"])
     assert back["bytes_min"] == rows * (4 * q + 4 * kv) + stats  # dY, Q, Y, dQ; K, V, dK, dV
     assert back["flop_executed"] - back["flop"] == 2 * b * h * q * kv * d  # S = Q K^T once more
+    said = report.explain(row["node"])
+    assert said.index("softmax(Q K^T) V, fused") < said.index("Its fused backward: dV, dP, dQ and dK")
 
 
 def test_a_batch_of_nothing_moves_its_weights_alone():
@@ -178,6 +182,20 @@ def test_finite_cache_of_tokens():
     assert (found["fwd", "x"], found["dX", "dy"]) == (32, 24)
     assert found["dW", "x"] == found["dW", "dy"] == -(-32 * 24 // 528)
     assert found["fwd", "y"] == found["dX", "dx"] == found["dW", "dw"] == 1
+    with torch.device("meta"):
+        layer, x = nn.Linear(256, 4096, bias=False), torch.empty(8192, 256)
+    (row,) = (r for r in analyze(layer, x, device=small, phases=("fwd",)).tables["traffic"] if r["operand"] == "x")
+    assert row["bytes_dram_est"] == row["bytes_min"] == 8 << 20 and row["bytes_req"] == 32 * (8 << 20), "2,048 tokens are half of the cache, and stay"
+
+
+def test_runs_of_a_dense_product_are_rows_of_its_operands():
+    """Rows of 8 floats are a quarter of a line, those of 64 or more two lines for 64 of them, however the other operand lies."""
+    model = Apply(lambda x, w: x @ w)
+    rows = analyze(model, torch.randn(1024, 8), torch.randn(8, 128), phases=("fwd",)).tables["traffic"]
+    lines = [(r["direction"], r["bytes_req"], r["bytes_sector"], r["bytes_line"]) for r in rows]
+    x, w, y = 4 * 1024 * 8, 4 * 8 * 128, 4 * 1024 * 128
+    asked = 1024 // 256 * w  # by each tile of 256 rows
+    assert lines == [("read", x, x, 4 * x), ("read", asked, asked, asked), ("write", y, y, y)]
 
 
 def test_runs_of_a_block_waste_three_quarters_of_a_line():

@@ -178,6 +178,7 @@ def test_grouped_products(grad):
         o = offs if a.dim() == 2 else None
         expected = F.grouped_mm(a, b, offs=o)
         found = shapes.grouped_mm(a, b, o)
+        assert shapes.grouped_mm(a, b, o, out_dtype=torch.bfloat16).dtype == torch.bfloat16
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
 
 
