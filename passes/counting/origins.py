@@ -92,8 +92,6 @@ class Origins:
     def note(self, call: Call, made: Mask | None, t: Tensor) -> None:
         """Note of a result what it is made of: parameters alone, with what mask, or nothing that an input moves. `made`: the mask that the call makes."""
         key, inputs = storage_of(t), call.inputs
-        if not call.aliases:
-            self._numbers.pop(key, None)
         if call.op == "aten.scalar_tensor":
             self._numbers[key] = call.args[0]
         if made is None:

@@ -59,6 +59,7 @@ STREAMS = {
     "rows added to": (lambda x: x.index_put_((torch.tensor([1, 3]),), torch.ones(()), accumulate=True), 16 + 8 + 8 * 12),
     "where rows and columns meet": (lambda x: x.index_put_((torch.tensor([[1], [3]]), torch.tensor([0, 2, 5])), torch.ones(())), 40 + 8 + 4 * 6),
     "columns put": (lambda x: x.__setitem__((slice(None), torch.tensor([1, 3])), torch.ones(())), 16 + 8 + 4 * 10 * 2),  # as caches of keys are filled
+    "columns where bools say": (lambda x: x.__setitem__((slice(None), torch.ones(6, dtype=torch.bool)), torch.ones(())), 2 * 6 + 8 + 8 * N),
     "where bools say": (lambda x: x.index_put_((torch.ones(10, dtype=torch.bool),), torch.ones(())), 2 * 10 + 8 + 8 * N),  # values tell where: all
     "more often than there are": (lambda x: x.index_put_((torch.zeros(99, dtype=torch.long),), torch.ones(())), 16 * 99 + 8 + 4 * N),
 }
@@ -196,6 +197,17 @@ def test_runs_of_a_dense_product_are_rows_of_its_operands():
     x, w, y = 4 * 1024 * 8, 4 * 8 * 128, 4 * 1024 * 128
     asked = 1024 // 256 * w  # by each tile of 256 rows
     assert lines == [("read", x, x, 4 * x), ("read", asked, asked, asked), ("write", y, y, y)]
+
+
+def test_runs_of_rows_that_are_no_whole_sectors():
+    """Rows of 200 half floats begin in the middle of a sector each other time, so that half of the runs of a block's 32 bytes touch two."""
+    model = fxmask.apply(nn.Sequential(nn.Linear(200, 200, bias=False).half()), ratio=0.5, block=(16, 16))
+    rows = analyze(model, torch.randn(64, 200).half().requires_grad_(), impl="triton").tables["traffic"]
+    found = {(r["phase"], r["operand"]): r for r in rows if r["op"].startswith("fxmask.masked_linear") and r["direction"] == "read"}
+    for key in (("fwd", "x"), ("fwd", "w"), ("dX", "dy"), ("dW", "x")):
+        assert found[key]["bytes_sector"] * 2 == found[key]["bytes_req"] * 3, key
+    written = [r for r in rows if r["direction"] == "write" and r["bytes_sector"] > r["bytes_req"]]
+    assert written and all(r["bytes_dram_est"] == r["bytes_min"] for r in written), "what is written leaves the cache once, and whole"
 
 
 def test_runs_of_a_block_waste_three_quarters_of_a_line():

@@ -103,3 +103,25 @@ def test_masked(name):
 def test_the_formula_is_the_one_that_was_counted_by():
     report = analyze(nn.Bilinear(5, 6, 7), torch.randn(3, 5), torch.randn(3, 6), phases=("fwd",))
     assert "2 * 1 * 21 * 1 * 30 = 1260 FLOP" in report.explain("(model):_trilinear") and "those of every operand, once" in report.explain("(model):_trilinear")
+
+
+NAMED = {  # operands of the forward, dX and dW
+    "by a weight": (lambda w, x: x @ w, {"x", "w", "y"}, {"dy", "w", "dx"}, {"x", "dy", "dw"}),
+    "of a weight": (lambda w, x: w @ x, {"w", "x", "y"}, {"w", "dy", "dx"}, {"dy", "x", "dw"}),
+    "of two inputs": (lambda w, x: (x * w[0, 0]) @ x.t(), {"x", "x2", "y"}, {"dy", "x2", "dx"}, set()),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_operands_have_the_names_of_what_they_are(name):
+    how, *expected = NAMED[name]
+    report = analyze(Of((8, 8), how), rand(8, 8))
+    rows = [r for r in report.tables["traffic"] if r["op"] == "aten.mm"]
+    assert [{r["operand"] for r in rows if r["phase"] == phase} for phase in ("fwd", "dX", "dW")] == expected
+    held = [(r["param_bytes"], r["index_bytes"]) for r in report.tables["nodes"] if r["op"] == "aten.mm"]
+    assert held[0] == (0 if name == "of two inputs" else 4 * 64, 0) and {*held[1:]} == {(0, 0)}
+
+
+def test_a_product_and_a_convolution_are_explained_by_their_own_formulas():
+    said = [analyze(m, x).explain("0") for m, x in ((nn.Sequential(nn.Linear(8, 8)), rand(2, 8)), (nn.Sequential(nn.Conv1d(8, 8, 3)), rand(2, 8, 9)))]
+    assert ["products (m, k) @ (k, n)" in s for s in said] == [True, False] and ["A convolution as the matmul" in s for s in said] == [False, True]

@@ -201,6 +201,7 @@ CHOSEN = {
     "its own negative": lambda w: torch.where(w < 0, -w, w),
     "filled where small": lambda w: w.masked_fill(w < 1e-3, 0.7),
     "cut where small": lambda w: w.masked_fill(w < 1e-3, 0),
+    "0 where small": lambda w: torch.where(w < 1e-3, 0.0, w),
     "whether it is large": lambda w: (w > 1e-3).float(),
     "whether it is small": lambda w: (w < 1e-3).float(),
     "multiplied by that": lambda w: w * (w > 1e-3),
