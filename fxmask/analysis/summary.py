@@ -173,21 +173,23 @@ def _weight_bytes(w: Work) -> int:
 
 
 def _of_l2(masked: list[Work], device: Device, tf32: bool) -> list[str]:
-    """What the L2 cache must give: for the masked ops' least times, and for the dense matmuls', which is the most that it is known to have to give."""
+    """What the L2 cache must give: for the masked ops' least times, and for the dense matmuls', which is the most that it is known to have to give.
+
+    Nothing of a device that says what it gives: that is a roof of its least times, and no op needs more for them.
+    """
     asked = [w for w in masked if w.cost.bytes_req and w.cost.flop_useful]
-    if not asked:
+    if not asked or device.l2_bytes_s:
         return []
     plain = [roofline.dense_of(w) for w in asked]
-    dense = max(w.cost.bytes_req / roofline.seconds(w, device, tf32) for w in plain)
+    known = max(w.cost.bytes_req / roofline.seconds(w, device, tf32) for w in plain)
     need, w = max(((w.cost.bytes_req / roofline.seconds(w, device, tf32), w) for w in asked), key=lambda p: p[0])
-    known = device.l2_bytes_s or dense
     if need <= known:
         return []
     where = w.call.module if w.call else w.weight
     limited, limited_dense = (sum(max(roofline.seconds(w, device, tf32), w.cost.bytes_req / known) for w in ops) for ops in (asked, plain))
     gain = limited_dense / limited
-    given = "the device gives" if device.l2_bytes_s else "no datasheet says what it gives, dense matmuls at their least time need"
     return [
-        f"L2-bound: for its least time {where} ({w.phase}) needs {need / 1e12:.3g} TB/s from the L2 cache; {given} {known / 1e12:.3g}. Were that all "
-        f"that it gives, the matmuls of masked layers would be {gain:.2f} times as fast as dense; larger blocks ask for less."
+        f"L2-bound: for its least time {where} ({w.phase}) needs {need / 1e12:.3g} TB/s from the L2 cache; no datasheet says what it gives, "
+        f"dense matmuls at their least time need {known / 1e12:.3g}. Were that all that it gives, the matmuls of masked layers would be {gain:.2f} times as "
+        "fast as dense; larger blocks ask for less."
     ]
