@@ -40,6 +40,10 @@ def test_by_hand(optimizer, states):
     assert (found["impl"], found["nnzb"], found["density"], found["flop"]) == ("masked_step", 6, 0.25, 0)
     (least,) = (r for r in report.tables["roofline"] if r["phase"] == "opt" and r["node"] == "0.weight")
     assert (least["t_min_us"], least["t_dense_min_us"]) == (pytest.approx(2 * (2 * tensors)), pytest.approx(2)), "2 us for each gather, step, and scatter"
+    # of both layers, biases included, beside a dense step of all of them
+    moved, dense = expected + (3 + 2 * states) * 4 * (96 + 10 * 96 + 10), (3 + 2 * states) * 4 * (96 * 64 + 96 + 10 * 96 + 10)
+    (said,) = (n for n in report.notes if n.startswith("Masked step"))
+    assert said.endswith(f"{moved / 1e6:.4g} MB a step, gathers and scatters included, a dense step {dense / 1e6:.4g}: {1 - moved / dense:.1%} less.")
     # what is not masked is stepped densely, and what is not counted so, too
     plain = analyze(net(), X, optimizer=optimizer)
     assert row(plain)["bytes_min"] == (3 + 2 * states) * 4 * 96 * 64 and row(plain)["impl"] is None

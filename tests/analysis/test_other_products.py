@@ -125,3 +125,10 @@ def test_operands_have_the_names_of_what_they_are(name):
 def test_a_product_and_a_convolution_are_explained_by_their_own_formulas():
     said = [analyze(m, x).explain("0") for m, x in ((nn.Sequential(nn.Linear(8, 8)), rand(2, 8)), (nn.Sequential(nn.Conv1d(8, 8, 3)), rand(2, 8, 9)))]
     assert ["products (m, k) @ (k, n)" in s for s in said] == [True, False] and ["A convolution as the matmul" in s for s in said] == [False, True]
+
+
+def test_bytes_of_a_vector_and_a_bias():
+    report = analyze(Of((7, 8), lambda w, b, x: torch.addmv(b, w, x)), rand(7), rand(8), phases=("fwd",))
+    assert {(r["operand"], r["direction"]): r["bytes_min"] for r in report.tables["traffic"]} == {
+        ("bias", "read"): 28, ("w", "read"): 224, ("x", "read"): 32, ("y", "write"): 28
+    }
