@@ -164,3 +164,11 @@ def test_the_weights_gradient_of_a_transposed_convolution_slides_over_the_output
     assert (row["m"], row["n"], row["k"], row["batch"]) == (i, o, m, groups)
     asked = {r["operand"]: r["bytes_req"] for r in report.tables["traffic"] if (r["phase"], r["direction"]) == ("dW", "read")}
     assert asked == {"x": 4 * groups * m * i * tiles(o), "dy": 4 * groups * m * o * tiles(i)}
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_groups_lower_the_weights_gradient_as_they_do_the_forward(groups):
+    """PyTorch's counter takes dW for that of a convolution without groups."""
+    model, x = nn.Conv2d(8, 16, 3, groups=groups), torch.randn(2, 8, 6, 6)
+    once, s = 2 * 2 * 16 * 16 * (8 // groups) * 9, fxmask.analyze(model, (x,), device="h100-sxm").summary["flop"]
+    assert (s["fwd"], s["bwd_dw"]) == (once, once) and pytorch_count(model, x) == once + groups * once
