@@ -15,7 +15,7 @@ from ..kernels import lists, reference
 from . import providers
 from .cells import products
 from .inputs import Inputs
-from .tolerance import allowed, largest
+from .tolerance import largest, missed
 
 
 class Verdict(NamedTuple):
@@ -53,11 +53,8 @@ def check_matmul(i: Inputs, outputs: tuple[Any, ...]) -> Verdict:
         got = dense_of(got)
         if got.shape != want.shape:
             return Verdict(False, None, None, f"expected shape {tuple(want.shape)}, got {tuple(got.shape)}")
-        low_err, err = largest(low.double() - want), largest(got.double() - want)
-        budget = allowed(want, low, terms[name], i.cell.dtype == "tf32")
-        if not err <= budget:  # also where err is NaN
-            why = why or f"error {err:.3g} over the budget {budget:.3g}"
-        worst, base = max(worst, err if err == err else float("inf")), max(base, low_err)
+        err, said = missed(got, want, low, terms[name], i.cell.dtype == "tf32")
+        worst, base, why = max(worst, err), max(base, largest(low.double() - want)), why or said
     return Verdict(not why, worst, base, why)
 
 
@@ -68,9 +65,8 @@ def over_budget(step: Sequence[Tensor | None], exact: Sequence[Tensor], plain: S
     for what, got, want, low, n in zip(("y", "dX", "dW"), step, exact, plain, terms, strict=False):
         if got is None:
             continue
-        error, budget = largest((got.double() - want).nan_to_num(float("inf"))), allowed(want, low, n)
-        worst = max(worst, error)
-        why = why or ("" if error <= budget else f"{what}: error {error:.3g} over the budget {budget:.3g}")
+        error, said = missed(got, want, low, n)
+        worst, why = max(worst, error), why or (said and f"{what}: {said}")
     return worst, why
 
 

@@ -37,3 +37,10 @@ def allowed(exact: Tensor, plain: Tensor, terms: int, tf32: bool = False) -> flo
     if plain.dtype != torch.float32:
         return 2 * base + rounding
     return 4 * base + rounding if tf32 else 2 * base + (1 + math.sqrt(terms) / 2) * rounding
+
+
+def missed(got: Tensor, exact: Tensor, plain: Tensor, terms: int, tf32: bool = False) -> tuple[float, str]:
+    """The largest error of a product, infinite where a number is missing, and why it is too much; empty where it is not. The others: as for `allowed`."""
+    error, budget = largest(got.double() - exact), allowed(exact, plain, terms, tf32)
+    error = math.inf if math.isnan(error) else error
+    return error, "" if error <= budget else f"error {error:.3g} over the budget {budget:.3g}"

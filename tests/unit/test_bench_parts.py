@@ -117,4 +117,4 @@ def test_a_pruned_product_that_is_no_number_is_wrong(monkeypatch):
     ready = pruning.prepare(pruning.Pruned("fxmask", 2, 20, 64, 40, "fp32", 16, 0.5, 0.0), CPU)
     assert ready.check()[1] == ""
     monkeypatch.setattr(pruning.prune_ops, "pruned_dw", lambda *_: torch.full((40, 64), float("nan")))
-    assert ready.check()[1].startswith("error nan over the budget")
+    assert ready.check()[1].startswith("error inf over the budget")

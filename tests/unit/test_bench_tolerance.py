@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fxmask.bench import cells, gate, inputs
+from fxmask.bench import cells, gate, inputs, tolerance
 from fxmask.bench.dropping import differs
 from fxmask.bench.tolerance import allowed
 from fxmask.kernels import reference
@@ -97,7 +97,7 @@ def test_what_is_allowed_of_sums_of_a_hundred_terms(dtype, tf32, bases, rounding
 def test_each_product_has_its_own_number_of_terms(monkeypatch):
     """K of the forward, N of dX, tokens of dW."""
     seen = []
-    monkeypatch.setattr(gate, "allowed", lambda exact, plain, terms, tf32=False: seen.append(terms) or 1.0)
+    monkeypatch.setattr(tolerance, "allowed", lambda exact, plain, terms, tf32=False: seen.append(terms) or 1.0)
     i = inputs.make_inputs(cells.Cell("step", "both", 40, N, K, "fp32", (16, 16), 0.5, "random", 0, "x"), torch.device("cpu"))
     outputs = gate.plain_outputs(i, torch.float64)
     gate.check_matmul(i, tuple(outputs))
@@ -106,11 +106,12 @@ def test_each_product_has_its_own_number_of_terms(monkeypatch):
     assert seen == [K, N, 40, K, N, 40, K, 40]
 
 
-def test_no_number_is_over_every_budget():
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_number_is_over_every_budget(value):
     exact = [torch.ones(4, 4, dtype=torch.float64)] * 3
     for k, name in enumerate(("y", "dX", "dW")):
         got = [t.clone() for t in exact]
-        got[k][0, 0] = float("nan")
+        got[k][0, 0] = value
         assert gate.over_budget(got, exact, exact) == (float("inf"), f"{name}: error inf over the budget {allowed(exact[0], exact[0], 4):.3g}")
 
 
