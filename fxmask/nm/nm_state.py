@@ -57,13 +57,13 @@ def load_nm_state(model: nn.Module, saved: Any) -> None:
         raise StateError(message(f"the state is of other N:M masks: expected {sorted(ours)[:5]}, got {got}.", type(model).__name__, fix))
     defaults = agreed(NMMask())
     for name, m in ours.items():
-        entry, shape, config = saved[name], tuple(peek_weight(m).shape), agreed(m._fxmask_nm)
+        entry: Mapping[str, Any] = saved[name] if isinstance(saved[name], Mapping) else {}
+        shape, config, settings = tuple(peek_weight(m).shape), agreed(m._fxmask_nm), entry.get("settings")
+        if isinstance(settings, Mapping) and {**defaults, **settings} != config:  # a setting that it does not name is a newer one
+            raise StateError(message(f"the state was saved with other settings: expected {config}, got {settings}.", name, fix))
         keys = KEYS | ({"step", "counted"} if m._fxmask_nm.tau_from is not None else set())
-        if not isinstance(entry, Mapping) or KEYS - set(entry) or not isinstance(entry["settings"], Mapping) or type(entry["frozen"]) is not bool:
-            raise StateError(message("the state of this N:M mask was changed since it was saved.", name, fix))
-        if {**defaults, **entry["settings"]} != config:  # a setting that it does not name is a newer one
-            raise StateError(message(f"the state was saved with other settings: expected {config}, got {entry['settings']}.", name, fix))
-        if set(entry) != keys or type(entry.get("step", 0)) is not int or entry.get("step", 0) < 0 or type(entry.get("counted", True)) is not bool:
+        step, flags = entry.get("step", 0), (entry.get("frozen"), entry.get("counted", True))
+        if not isinstance(settings, Mapping) or set(entry) != keys or {*map(type, flags)} != {bool} or type(step) is not int or step < 0:
             raise StateError(message("the state of this N:M mask was changed since it was saved.", name, fix))
         wanted, mask = entry["frozen"] or m._fxmask_nm.mode == "permuted", entry["mask"]
         fits = isinstance(mask, Tensor) and has_values(mask) and mask.dtype == torch.bool and tuple(mask.shape) == shape
