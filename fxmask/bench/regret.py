@@ -27,7 +27,7 @@ from .inputs import TORCH_DTYPES, make_mask
 from .provenance import provenance, utc
 from .session import within
 from .stopwatch import Stopwatch, turns
-from .table import WHAT, WHERE, Row, Table, key, number, text, verdict_of, what
+from .table import WHAT, WHERE, Row, Table, number, text, verdict_of, what
 
 CSV = "dispatch.csv"
 COLUMNS = (
@@ -128,7 +128,6 @@ def run(found: list[Cell], out: Path, seconds: float, limit: float | None, say: 
 
 def summary(rows: list[Row]) -> tuple[str, bool]:
     """How many choices are good, and the worst; what was not judged; and whether enough of them are good and no result is wrong."""
-    rows = [*{key(r): r for r in rows}.values()]  # what was busy may have been measured again
     wrong = [r for r in rows if r["gate"] != "pass"]
     judged = [r for r in rows if usable(r)]
     lines = [f"  {r['op']} {r['M']}x{r['K']}->{r['N']} b{r['block_n']} r{r['ratio']}: wrong results, error {r['max_err']}" for r in wrong]

@@ -41,7 +41,6 @@ def summary(system: str, rows: Sequence[Row]) -> str:
     from tabulate import tabulate  # here: a GPU machine may lack it, and stages do without
 
     part = SYSTEMS[system]
-    rows = list({tuple(r[c] for c in part.kind._fields): r for r in rows}.values())  # of a cell that was measured again the last one
     dense = {tuple(r[c] for c in part.alike): number(r, "ms_p50") for r in rows if r[part.by] == "dense" and usable(r)}
     shown = []
     for r in rows:

@@ -90,9 +90,9 @@ class Table:
         return key(row, self.names) in self.keys
 
     def of(self, wanted: Iterable[Row]) -> list[Row]:
-        """The rows that there are of these cells, by these sources on this machine: what a run shows as its own."""
+        """The rows that there are of these cells, by these sources on this machine: what a run shows as its own. Of a cell that was measured again the last."""
         keys = {key(row, self.names) for row in wanted}
-        return [row for row in self.rows if key(row, self.names) in keys]
+        return list({own: row for row in self.rows if (own := key(row, self.names)) in keys}.values())
 
     def append(self, row: Row) -> None:
         """Write one row; missing columns are empty."""

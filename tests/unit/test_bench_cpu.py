@@ -369,7 +369,7 @@ def test_dispatch_compares_choices_with_every_plan(tmp_path, monkeypatch, capsys
         r["regret"] = "0.06"
     assert not regret.summary(rows)[1]
     rows[-1] |= {"verdict": "none: load 9 on 2 cores"}
-    assert "1 cases have no verdict" in regret.summary(rows)[0] and "1 cases" not in regret.summary([*rows, rows[-1] | {"verdict": "ok"}])[0]
+    assert "1 cases have no verdict" in regret.summary(rows)[0]
 
 
 @pytest.mark.parametrize("op", regret.OPS)
