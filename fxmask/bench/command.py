@@ -84,7 +84,7 @@ OF_WEIGHTS = ("blocks", "ratios", "shapes", "providers", "dtype", "floor", "disp
 
 def check(a: argparse.Namespace) -> None:
     """Numbers and names that cannot be meant are refused, not read as the default."""
-    for name, least in (("dispatch", 1), ("sample_s", 0), ("time_limit", 0)):
+    for name, least in (("dispatch", 1), ("threads", 1), ("sample_s", 0), ("time_limit", 0)):
         given = getattr(a, name)
         if given is not None and not given >= least:  # nan, too
             raise ConfigError(f"--{name.replace('_', '-')} {given}: expected at least {least}.")
@@ -125,8 +125,6 @@ def other_system(a: argparse.Namespace) -> int:
 
 
 def _set_threads(threads: int | None) -> None:
-    if threads is not None and threads < 1:
-        raise ConfigError(f"--threads {threads}: expected at least 1.")
     if threads is not None:
         torch.set_num_threads(threads)
 
