@@ -13,8 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..kernels.errors import UnsupportedError, message
 from ..passes.finding.choose import Decision
-
-LINEARS = (torch.nn.functional.linear, torch.ops.aten.linear.default, torch.ops.aten.linear)
+from ..passes.graphs.graph_calls import LINEARS
 
 
 @dataclasses.dataclass(frozen=True)
