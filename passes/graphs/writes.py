@@ -91,7 +91,7 @@ class Writes:
     def sections(self, nodes: Sequence[Node], tensor: Node | Tensor, *more: str) -> list[int]:
         """A number for each node, equal where nothing writes into a tensor between two; `more`: ends of the names of functions whose calls divide, too."""
         if more not in self._ends:
-            self._ends[more] = [i for n, i in self.place.items() if more and n.op == "call_function" and getattr(n.target, "__name__", "").endswith(more)]
+            self._ends[more] = [i for n, i in self.place.items() if n.op == "call_function" and getattr(n.target, "__name__", "").endswith(more)]
         at = sorted({*self.into(tensor), *self._ends[more]})
         return [bisect(at, self.place[n]) for n in nodes]
 
