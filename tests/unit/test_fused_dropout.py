@@ -136,6 +136,17 @@ def test_a_dropout_in_place_whose_result_is_read_again_stays(forward, export):
     assert left_in(gm) or (not export and forward is _through_a_view)  # a module is named elsewhere
 
 
+def test_what_is_written_behind_the_linear_is_not_between_it_and_its_dropout():
+    def forward(self, x):
+        h = self.a(x)
+        y = self.b(self.d(h))
+        h.mul_(2)
+        return y + h
+
+    gm = fxmask.apply(trace(forward), HERE)
+    assert {r["name"]: r["dropout"] for r in fxmask.explain(gm).rows} == {"a": None, "b": "p=0.25 in 8x8"}
+
+
 @pytest.mark.parametrize("op", [torch.dropout_, torch.ops.aten.dropout_.default])
 def test_a_dropout_in_place_that_the_linear_alone_reads_is_fused(op):
     gm = fxmask.apply(trace(lambda self, x: self.b(op(self.a(x), 0.25, True))), HERE)

@@ -24,6 +24,13 @@ OPS = (aten.numpy_T, aten.numpy_T.default, aten.mT, aten.mT.default, aten.t, ate
 SWAPS = (torch.movedim, aten.movedim.int, aten.moveaxis, aten.swapaxes.default, aten.swapdims.default, aten.transpose)  # of two axes
 
 
+def axes_of(x):
+    return 1, 0
+
+
+fx.wrap("axes_of")
+
+
 def transposed_by(op, *axes):
     return lambda x, w, b: x @ op(w, *axes)
 
@@ -62,6 +69,7 @@ FORMS = {
     "x @ w": (lambda x, w, b: x @ w, False),
     "x @ w.transpose(0, 0)": (lambda x, w, b: x @ w.transpose(0, 0), False),
     "x @ w.permute(0, 1)": (lambda x, w, b: x @ w.permute(0, 1), False),
+    "x @ w.permute(axes_of(x))": (lambda x, w, b: x @ w.permute(axes_of(x)), False),
     "x @ x.t()": (lambda x, w, b: x @ x.t(), False),
     "w @ w.t()": (lambda x, w, b: w @ w.t(), True),
 }

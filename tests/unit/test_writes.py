@@ -57,6 +57,7 @@ FORMS = {
     "t.add_(y)": (lambda t, y: t.add_(y), True),
     "t.view(-1).mul_(2)": (lambda t, y: t.view(-1).mul_(2), True),
     "t.__setitem__(0, y[0])": (lambda t, y: t.__setitem__(0, y[0]), True),
+    "t.__imul__(2)": (lambda t, y: t.__imul__(2), True),
     "t.data.clamp_(0)": (lambda t, y: t.data.clamp_(0), True),
     "t.detach()[0].zero_()": (lambda t, y: t.detach()[0].zero_(), True),
     "mul(y, 2, out=t)": (_out, True),
