@@ -124,7 +124,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
     param = "" if source is None else source_name(source)
     name = layer_name(param) or ".".join(filter(None, (path, layer))) or node.name
     shown = value if isinstance(value, Tensor) else torch.empty(0, 0)
-    c = Candidate(name, param or f"{name}.weight", shown, host=body.graph, nodes=[node], weight_node=w, types=() if layer else types, skip=skip, quiet=quiet)
+    c = Candidate(name, param or f"{name}.weight", shown, host=body.graph, nodes=[node], weight_node=w, skip=skip, quiet=quiet)
     c.call = node.name if source is None else ""
     c.sized = shown.dim() == 2 and all(isinstance(n, int) for n in shown.shape)
     found[key] = c

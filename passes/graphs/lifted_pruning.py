@@ -20,7 +20,7 @@ from ..finding.products import MUL_, larger, parameters_behind, product_parts
 from ..infra import Pass, replace_node
 from ..settings.activation_pruning import ActivationPruning, saves
 from .bodies import Body
-from .graph_calls import LINEARS, MASKED_LINEAR, bias_arg, call_stack, input_arg, weight_arg
+from .graph_calls import LINEARS, MASKED_LINEAR, bias_arg, input_arg, weight_arg
 from .input_sources import source_name
 
 
@@ -59,9 +59,7 @@ def find_lifted_products(bodies: Sequence[Body], real: Mapping[Node, Any]) -> tu
                 skip = weight_problem(weights[w]) or larger(node, parts["x"])
                 if not skip and (closed := body.closed_to(w)):
                     skip = f"it stands in {closed}, and would be of another layer or miss a gradient; use fxmask.apply on the model"
-                types = call_stack(node)[1]
-                new = Candidate(name, name, weights[w], host=body.graph, weight_node=w, types=types, skip=skip, sized=False, product=True)
-                found[w] = new
+                found[w] = Candidate(name, name, weights[w], host=body.graph, weight_node=w, skip=skip, sized=False, product=True)
             found[w].nodes.append(node)
     return list(found.values()), roles
 
