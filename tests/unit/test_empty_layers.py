@@ -63,6 +63,14 @@ def test_a_layer_without_elements_among_steps_that_count(config, inside, out):
     fxmask.load_state_dict(model, fxmask.state_dict(model))
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("shape", [(8, 0), (0, 8)])
+def test_a_layer_without_elements_has_no_2_4_form(shape):
+    model = fxmask.apply(nn.Sequential(nn.Linear(*shape)), WeightMask(0.5, (2, 2)), exclude=())
+    with pytest.raises(fxmask.FxMaskError, match="2:4 wants at most 2 nonzeros"):
+        fxmask.finalize(model, "2:4")
+
+
 def test_guarded_steps_on_the_meta_device():
     with torch.device("meta"):
         model, x = mlp(), torch.empty(6, 64)

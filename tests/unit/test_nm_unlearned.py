@@ -57,6 +57,16 @@ def test_who_learns_or_does_not_want_to_hears_nothing(case):
     assert steps(model, *mine) == []
 
 
+def test_logits_that_freeze_has_stopped_are_missed_by_nobody():
+    """Theirs are still the gradients of before, which no optimiser has taken."""
+    model = net()
+    old = torch.optim.AdamW(model.parameters(), lr=0.1)
+    fxmask.apply(model, NMMask(mode="learned"))
+    assert steps(model, old, times=1) == []
+    fxmask.freeze(model)
+    assert all(p.grad is not None for p in logits_of(model)) and steps(model, old) == []
+
+
 def test_a_step_that_makes_an_optimisers_state_passes_nothing_over():
     """torch.distributed.checkpoint takes one; the next one may be the first that the logits' optimiser comes behind."""
     model = net()
