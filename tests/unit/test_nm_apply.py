@@ -297,3 +297,9 @@ def test_a_failure_half_way_is_undone(mode, monkeypatch):
 def test_parts_that_were_masked_apart_have_their_own_masks():
     model = nn.Sequential(fxmask.apply(nn.Sequential(nn.Linear(32, 32)), NMMask()), fxmask.apply(nn.Sequential(nn.Linear(32, 32)), ratio=0.5, block=(8, 8)))
     assert {name: tuple(mask.shape) for name, mask in fxmask.masks(model).items()} == {"0.0.weight": (32, 32), "1.0.weight": (4, 4)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_restore_takes_the_hook_of_loads_off_again(mode):
+    model = fxmask.restore(fxmask.apply(net(), NMMask(**MODES[mode])))
+    assert not any(m._load_state_dict_post_hooks for m in model.modules())
