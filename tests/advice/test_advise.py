@@ -205,8 +205,9 @@ def trying(monkeypatch, dense, masked, saved, **options):
         return [Plan(r, {"0": (32, 32)}, 0.001, d / (d - saved[r])) for r in ratios]
 
     monkeypatch.setattr(module, "plans", plans)
+    monkeypatch.setattr("fxmask.advice.search.ROUNDS", 1)
     model = nn.Sequential(nn.Linear(64, 64))
-    return fxmask.advise(model, torch.randn(8, 64), seconds=10.0, blocks=[32], ratios=list(saved), refresh=0, **options)
+    return fxmask.advise(model, torch.randn(8, 64), seconds=300.0, blocks=[32], ratios=list(saved), refresh=0, **options)
 
 
 def test_the_dense_step_is_that_of_both_times(monkeypatch):
