@@ -21,6 +21,8 @@ from ..passes.stepping.held import group_of, states_of
 from ..passes.stepping.momenta import NO_MOMENTA
 from .guarded import Held, makers_of
 
+BEGIN_SO = (*NO_MOMENTA, "exp_inf")  # states that are not zero where no gradient was: Adamax's largest one is its eps
+
 Stepped = tuple[str, Site, "Sequence[torch.Tensor]"]  # a mask by its name, and what an optimiser moves its weight by
 
 
@@ -60,29 +62,36 @@ def _begins_anew(site: Site) -> bool:
 
 def has_stepped(optimizer: Optimizer, weight: torch.Tensor) -> bool:
     """Whether an optimiser, or one that it wraps, has made a step of a weight, as its state tells."""
-    group = group_of(optimizer, weight) or {}
-    coupled = 0 if group.get("decoupled_weight_decay") else group.get("weight_decay", 0)
-    return any(_is_of_a_step(state, weight, coupled) for state in states_of(optimizer, weight))
+    return any(_is_of_a_step(state, optimizer, weight) for state in states_of(optimizer, weight))
 
 
-def _is_of_a_step(state: Mapping[str, Any], weight: torch.Tensor, decay: float) -> bool:
+def _is_of_a_step(state: Mapping[str, Any], optimizer: Optimizer, weight: torch.Tensor) -> bool:
     """Whether an optimiser's state of a weight is of a step that was made. Adagrad's is there before, and torch.distributed.checkpoint makes one by a step of
-    zero gradients, the first, to which a coupled `decay` adds. A count with no tensor beside it is believed."""
+    zero gradients, the first, to which a coupled decay adds. A count with no tensor beside it is believed."""
     count = state.get("step", 0)
     known = count.numel() == 1 and has_values(count) if isinstance(count, torch.Tensor) else isinstance(count, (int, float))
     steps = float(count) if known else 0
     if steps <= 0 and state.get("momentum_buffer") is None:
         return False
-    parts = {k: ranks.part(t) for k, t in state.items() if isinstance(t, torch.Tensor) and t.numel() > 1}
-    readable = {k: t for k, t in parts.items() if has_values(t)}
+    readable = {k: p for k, t in state.items() if isinstance(t, torch.Tensor) and t.numel() > 1 and has_values(p := ranks.part(t))}
     if steps > 1 or not readable:
         return True
-    if decay and (steps > 0 or _is_decay(readable.get("momentum_buffer"), weight, decay)):
+    momenta = [t for k, t in readable.items() if k not in BEGIN_SO]
+    group = group_of(optimizer, weight) or {}  # looked for here alone: that takes a walk over all parameters
+    coupled = group.get("weight_decay") and not group.get("decoupled_weight_decay")
+    return any(bool(t.any()) for t in momenta) and not (coupled and any(_is_of_decay(t, weight) for t in momenta))
+
+
+def _is_of_decay(momentum: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a decay alone may have made a momentum: it is a multiple of the weight, or of its square, as far as its dtype tells."""
+    w = ranks.part(weight.detach()).float()
+    if momentum.shape != w.shape or not momentum.is_floating_point():
         return False
-    return any(bool(t.any()) for k, t in readable.items() if k not in NO_MOMENTA)
+    m, near = _scaled(momentum.float()), 1e-4 if momentum.itemsize > 2 else 0.02
+    return any(bool((m - _scaled(x)).norm() < near) for x in (w, w.square()))
 
 
-def _is_decay(momentum: torch.Tensor | None, weight: torch.Tensor, decay: float) -> bool:
-    """Whether a momentum without a count is that of a decay alone."""
-    w = ranks.part(weight.detach())
-    return momentum is not None and momentum.shape == w.shape and torch.allclose(momentum, decay * w.to(momentum))
+def _scaled(t: torch.Tensor) -> torch.Tensor:
+    """To the norm 1, however small its elements are."""
+    t = t / t.abs().max()
+    return t / t.norm()

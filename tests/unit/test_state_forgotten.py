@@ -124,6 +124,9 @@ def test_a_guard_on_an_optimiser_that_has_stepped_dense_weights(make):
 STEPS_OF_DECAY = {
     "SGD": lambda p: optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
     "Adam": lambda p: optim.Adam(p, weight_decay=0.1),
+    "RMSprop": lambda p: optim.RMSprop(p, momentum=0.9, weight_decay=0.1),
+    "Adadelta": lambda p: optim.Adadelta(p, weight_decay=0.1),
+    "Adamax": optim.Adamax,
     "Rprop": optim.Rprop,
     "ASGD": optim.ASGD,
 }
@@ -131,9 +134,10 @@ STEPS_OF_DECAY = {
 
 @pytest.mark.parametrize("make", STEPS_OF_DECAY.values(), ids=STEPS_OF_DECAY)
 @pytest.mark.parametrize("early", [True, False])
-def test_a_state_that_a_checkpoint_has_made_is_of_no_step(make, early):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_that_a_checkpoint_has_made_is_of_no_step(make, early, dtype):
     """Its step has zero gradients, and what a decay, or a state's own beginning, makes of them is none. Any warning is an error."""
-    model = fxmask.apply(mlp(), ratio=0.6, refresh=2)
+    model = fxmask.apply(mlp().to(dtype), ratio=0.6, refresh=2)
     optimiser = make(model.parameters())
     if early:
         get_optimizer_state_dict(model, optimiser)
@@ -145,6 +149,17 @@ def test_a_state_that_a_checkpoint_has_made_is_of_no_step(make, early):
     fxmask.apply(fxmask.restore(model), ratio=0.6, refresh=2)
     with pytest.warns(fxmask.FxMaskWarning, match=LOST):
         fxmask.guard(optimiser, model)
+
+
+@pytest.mark.parametrize("make", [make for name, make in STEPS_OF_DECAY.items() if name != "ASGD"])  # whose first step leaves what its beginning does
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_step_is_told_beside_a_decay(make, dtype):
+    model = mlp().to(dtype)
+    optimiser = make(model.parameters())
+    model(torch.randn(2, 64, dtype=dtype)).square().sum().backward()
+    optimiser.step()
+    with pytest.warns(fxmask.FxMaskWarning, match=LOST):
+        fxmask.guard(optimiser, fxmask.apply(model, ratio=0.6, refresh=2))
 
 
 class Counts(optim.SGD):
@@ -212,7 +227,7 @@ def half_way(model, optimiser):
 def steps(model, optimiser, n):
     for _ in range(n):
         optimiser.zero_grad()
-        model(torch.randn(2, 64)).square().sum().backward()
+        model(torch.randn(2, 64).to(next(model.parameters()))).square().sum().backward()
         optimiser.step()
 
 
