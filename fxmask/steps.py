@@ -62,8 +62,10 @@ def step(model: nn.Module, n: int = 1) -> None:
                 check_agreed(site, values)
     if n:
         warn_of_dense_readers(found)
-        if not all(site._fxmask_step for _, site, _ in found):  # adapters are put around masked layers before the first step
+        if new := [site for _, site, _ in found if not site._fxmask_past_first]:  # adapters are put around masked layers before the first step
             warn_of_adapters(model)
+            for site in new:
+                site._fxmask_past_first = True
         _observe(found, n)
     taken_steps.advance([(site, weight) for _, site, weight in found], n)
     for _, layer in learned:

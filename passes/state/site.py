@@ -57,6 +57,7 @@ class Site(nn.Module):
 
     # what forwards and loads have left
     _fxmask_called: bool  # a forward has used the mask
+    _fxmask_past_first: bool = False  # fxmask.step was told of one, after which it looks for adapters no more; a state brings steps that others made
     _fxmask_told: bool  # the warning of a gradient without such a forward was given
     _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
     _fxmask_forward: tuple[Any, ...] | None = ()  # what the only one since a counted step noted, see `remember`; None before it; () where nobody knows

@@ -316,10 +316,12 @@ class Adapter(nn.Module):
         return F.linear(turned, self.base_layer.weight, self.base_layer.bias) if self.reads else self.base_layer(turned)
 
 
-@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize(("guarded", "before"), [(True, 0), (False, 0), (False, 5)])
 @pytest.mark.parametrize("reads", [True, False])
-def test_adapters_around_frozen_layers(reads, guarded):
+def test_adapters_around_frozen_layers(reads, guarded, before):
     m = fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), ratio=0.75, block=(8, 4), refresh=2)  # no compiled test has traced its like
+    fxmask.step(other := copy.deepcopy(m), before)
+    fxmask.load_state_dict(m, fxmask.state_dict(other))
     m[0] = Adapter(m[0])
     m[0].reads = reads
     optimiser = optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
