@@ -26,7 +26,8 @@ def masked_linear_backward(
     """
     operands.refuse_forward_ad()
     block = (block_rows, block_cols)
-    operands.check_mask(mask, w.shape, block)
+    operands.check_features("gy", gy, w.shape[0])
+    operands.check_features("x", x, w.shape[1])
     operands.check_gradients(gy, x, mask, block, backward, None)
     of = form(impl, gy)
     if together(gy.device, backward, impl):
