@@ -9,6 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from property.often import examples
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from fxmask.errors import ConfigError, ShapeError
 from fxmask.kernels import draw_ops, dropout, dropout_ops
@@ -32,6 +34,31 @@ def test_the_rate_is_p_and_blocks_are_independent(p):
         assert abs(float((flat * other).mean())) < 5 * spread / math.sqrt(n)
     by_block = flat.mean(0) / math.sqrt(spread / 400)  # of each place over the draws: standard normal
     assert 0.8 < float(by_block.var()) < 1.2 and float(by_block.abs().max()) < 5
+
+
+def test_whoever_counts_leaves_masks_as_they_were_drawn(monkeypatch):
+    """By the op inside, even where the count fails; by aten's ops, which a compiler fuses, before and after."""
+    asked, op = [], draw_ops.drop_mask
+    monkeypatch.setattr(draw_ops, "drop_mask", lambda *args: (asked.append(args), op(*args))[1])
+
+    def count():
+        with draw_ops.drawn_by_one_op(None):
+            draw_ops.mask(torch.randn(4, 8), (2, 4), 0.5)
+            raise ZeroDivisionError
+
+    draw_ops.mask(torch.randn(4, 8), (2, 4), 0.5)
+    assert not asked
+    with pytest.raises(ZeroDivisionError):
+        count()
+    assert len(asked) == 1
+    draw_ops.mask(torch.randn(4, 8), (2, 4), 0.5)
+    assert len(asked) == 1
+
+
+def test_flops_of_a_mask_without_values_are_the_upper_bound():
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        dropout_ops.dropped_linear(torch.randn(4, 8), torch.randn(6, 8), None, torch.ones(2, 2, dtype=torch.bool), 2, 4, 0.5)
+    assert counter.get_total_flops() == 2 * 4 * 8 * 6
 
 
 def test_a_mask_is_a_function_of_its_seed():

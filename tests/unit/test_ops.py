@@ -1,11 +1,13 @@
 """The custom ops as PyTorch sees them: schemas, gradients, autocast, transforms, FLOP counts, messages."""
 
+import re
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxmask.errors import ConfigError, ShapeError
+from fxmask.errors import ConfigError, ShapeError, UnsupportedError
 from fxmask.kernels import dispatch, lists, ops, reference
 from fxmask.kernels.cpu import chosen
 from fxmask.kernels.grid import kept_elements
@@ -178,6 +180,13 @@ def test_flops_of_a_meta_mask_are_the_upper_bound():
     assert counter.get_total_flops() == 2 * 10 * 20 * 30
 
 
+def test_flops_of_a_mask_that_is_a_parameter(tensors):
+    x, w, _, _, mask = tensors
+    with FlopCounterMode(display=False) as counter:
+        ops.linear(x, w, None, torch.nn.Parameter(mask, requires_grad=False), BLOCK, "masked")
+    assert counter.get_total_flops() == 2 * 10 * int(kept_elements(mask, w.shape, BLOCK))
+
+
 def test_nothing_is_saved_that_no_gradient_needs(tensors):
     x, w, b, _, mask = tensors
     y = ops.masked_linear(x, w.detach(), b, mask, *BLOCK, "masked")
@@ -259,6 +268,48 @@ def test_autocast_of_both_gradients_is_that_of_each(tensors):
     assert all(torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-2) for a, b in zip(both, each, strict=True))
 
 
+@pytest.mark.parametrize("impl", ["auto", "reference", "cpu"])
+@pytest.mark.parametrize("shape", [(), (256,), (2, 16, 16)], ids=str)
+def test_a_mask_is_made_of_a_matrix(shape, impl):
+    """Also where a form would flatten it."""
+    with pytest.raises(ShapeError, match=rf"a masked weight has two axes .* got shape {re.escape(str(shape))}"):
+        ops.block_index(torch.randn(shape), torch.tensor(1), torch.tensor(0), 16, 16, "fro", "lowest", 0, impl)
+
+
+@pytest.mark.parametrize("wrong", [lambda t: t[:-1], lambda t: t.long(), lambda t: t.repeat_interleave(2)[::2]], ids=["length", "dtype", "strides"])
+def test_lists_that_no_kernel_could_follow(wrong):
+    x, w, gy, mask = torch.randn(5, 64), torch.randn(32, 64), torch.randn(5, 32), torch.ones(2, 4, dtype=torch.bool)
+    how = mask, 16, 16, "masked", None, "auto", wrong(ops.strip_lists(mask, 16, 16))
+    for call, operands in ((ops.masked_linear, (x, w, None)), (ops.masked_linear_dx, (gy, w)), (ops.masked_linear_dw, (gy, x))):
+        with pytest.raises(ShapeError, match=r"lists of a mask \(2, 4\) in blocks \(16, 16\): expected contiguous torch.int32"):
+            call(*operands, *how)
+
+
+@pytest.mark.parametrize("side", range(1, 19))
+def test_lists_name_the_kept_blocks_and_none_behind_the_last_one(side):
+    """A strip of 128 features has eight blocks of 16, the last one fewer: a bit for each, and the columns that any of them keeps."""
+    mask = torch.rand(side, 5, generator=torch.Generator().manual_seed(side)) < 0.4
+    entries, counts, _ = lists.unpack(ops.strip_lists(mask, 16, 16), (side, 5), (16, 16), False)
+    named = {(8 * s + g, e & 0xFFFF) for s, n in enumerate(counts.tolist()) for e in entries[s, :n].tolist() for g in range(8) if e >> 16 >> g & 1}
+    assert named == {tuple(at) for at in mask.nonzero().tolist()}
+
+
+def test_what_lists_cannot_name_and_what_no_kernel_skips():
+    with pytest.raises(UnsupportedError, match=r"65537 units of 16: expected at most 65536 .* use a larger block"):
+        ops.strip_lists(torch.ones(1, 65537, dtype=torch.bool), 16, 16)
+    assert [lists.skips(op, shape, (16, 16)) for op in ("forward", "dx", "dw") for shape in ((31, 64), (32, 63), (32, 64))] == [
+        *(True, False, True), *(False, False, True), *(False, False, True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["nested", "sparse_coo"])
+def test_triton_is_refused_for_what_no_kernel_reads(tensors, kind):
+    x, w, _, _, mask = tensors
+    x = torch.nested.nested_tensor([*x], layout=torch.jagged) if kind == "nested" else x[0].to_sparse()
+    with pytest.raises(UnsupportedError, match=rf"impl='triton' got a {kind} tensor: expected a plain one"):
+        ops.linear(x, w, None, mask, BLOCK, "masked", None, "triton")
+
+
 def test_which_inputs_are_read_with_their_tokens_inside():
     """Three axes, the second one inner, in pieces of 16 bytes."""
     shape, strides = (2, 24, 10), (240, 1, 24)
@@ -266,10 +317,14 @@ def test_which_inputs_are_read_with_their_tokens_inside():
     for wrong in ((244, 1, 24), (280, 1, 28), (240, 2, 24), (160, 1, 16), (240, 10, 1)):
         assert not are_tokens_inner(shape, wrong, torch.float16), wrong
     assert not are_tokens_inner((2, 20, 10), strides, torch.float16) and not are_tokens_inner((2, 1, 10), strides, torch.float16)
+    for shape in ((2, 24, 1), (2, 0, 10)):  # contiguous, as any tensor of these sizes is
+        assert not are_tokens_inner(shape, (shape[1] * shape[2], 1, shape[1]), torch.float16)
 
 
 def test_what_an_implementation_means_on_a_device(monkeypatch):
     """Without a GPU, and for check_available as if there were one."""
+    with pytest.raises(UnsupportedError, match="impl='cpu' works on CPU tensors: expected device cpu, got meta"):
+        dispatch.form("cpu", torch.empty(2, device="meta"))
     assert dispatch.form("auto", torch.empty(2)) is chosen.AUTO and dispatch.form("auto", torch.empty(2, device="meta")) is reference
     devices = torch.device("cuda"), torch.device("cpu")
     assert [dispatch.runs_triton(impl, d) for impl in ("triton", "auto") for d in devices] == [True, False, False, False]
