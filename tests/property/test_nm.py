@@ -70,6 +70,11 @@ def test_a_permutation_keeps_at_least_what_none_keeps(ratio, rows, groups, odd, 
     assert nm.retained(w, mask) >= nm.retained(w, nm.magnitude_mask(w, n, m))
 
 
+@pytest.mark.parametrize("shape", [(0, 16), (3, 4), (3, 0)], ids=str)
+def test_a_permutation_of_nothing_or_of_one_group_is_none(shape):
+    assert torch.equal(nm_permute.permutation(torch.randn(shape), 2, 4, 8), torch.arange(shape[1]))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_permutation_of_a_broken_weight_keeps_no_less(seed):
     """A mask keeps NaN before all else, and the search counts it as nothing."""
@@ -201,6 +206,12 @@ def test_sr_ste_adds_decay_of_what_is_masked():
     y.backward(gy)
     assert torch.equal(y.detach(), torch.where(mask, w.detach(), 0))
     torch.testing.assert_close(w.grad, gy + 0.3 * (1 - mask.double()) * w.detach(), rtol=0, atol=1e-15)
+
+
+def test_a_weight_that_is_not_finite_and_not_drawn_does_not_show_in_a_transform():
+    w, hard = torch.tensor([1.0, math.inf, -math.inf, math.nan]), torch.tensor([True, False, False, False])
+    gradient, y = torch.func.grad_and_value(lambda s: learned(w, s, hard).sum())(torch.full((4,), 0.5))
+    assert y == 1 and gradient.tolist() == [1, 0, 0, 0]
 
 
 def test_function_transforms_and_forward_ad_see_into_learned_masks():

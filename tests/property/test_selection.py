@@ -154,3 +154,8 @@ def test_blocks_of_any_size_do_not_overflow():
     w[:1024] = 3.3e38
     assert build(w, (1024, 1024), 0.5).flatten().tolist() == [False, True]
     assert build(w.div(2), (1024, 1024), 0.5, "l1").flatten().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("ties", ["lowest", "keep"])
+def test_a_weight_without_elements_has_no_blocks(ties):
+    assert select_blocks(torch.zeros(0, 3, dtype=torch.int32), torch.tensor(1), ties).shape == (0, 3)

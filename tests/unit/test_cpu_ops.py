@@ -271,3 +271,10 @@ def test_a_layer_that_keeps_every_block_has_the_bits_of_a_dense_one(monkeypatch)
     for y in (F.linear(x, w, b), ops.masked_linear(x, w, b, torch.ones(9, 13, dtype=torch.bool), 16, 16, "masked", None, "cpu")):
         found.append([y, *torch.autograd.grad(y.square().sum(), (x, w, b))])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_gradient_that_is_wanted_whole_is_a_dense_one(monkeypatch):
+    """As on the steps of `rigl` whose flag is set: how much the mask keeps does not count."""
+    monkeypatch.setattr(deciding, "choose", lambda case, *_: pytest.fail(f"strips were asked for: {case}"))
+    gy, x, mask = torch.randn(300, 136), torch.randn(300, 200), torch.zeros(9, 13, dtype=torch.bool)
+    assert torch.equal(ops.masked_linear_dw(gy, x, mask, 16, 16, "rigl", torch.tensor(True), "cpu"), gy.t() @ x)
