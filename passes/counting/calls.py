@@ -39,7 +39,7 @@ class Place:
     mask: Mask | None = field(default=None, compare=False, repr=False)  # of a mask, and of a weight that was multiplied by one
     neutral: bool = False  # a constant: neither a weight nor computed from the model's inputs
     offset: int = 0  # bytes from the storage's begin
-    number: float | None = None  # the value of a constant of one element, where it is known
+    number: float | None = None  # that each of its elements is, where it is known
 
     @property
     def of_inputs(self) -> bool:
@@ -124,6 +124,12 @@ class Call:
         """Whether the op's schema says that all that it gives is memory of its arguments, and that it writes nothing."""
         schema = getattr(self.func, "_schema", None)
         return schema is not None and not schema.is_mutable and bool(schema.returns) and all(r.alias_info is not None for r in schema.returns)
+
+    @property
+    def writes(self) -> bool:
+        """Whether the op writes into its arguments."""
+        schema = getattr(self.func, "_schema", None)
+        return schema is not None and schema.is_mutable
 
     @property
     def is_view(self) -> bool:

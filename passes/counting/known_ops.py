@@ -12,7 +12,7 @@ def _aten(names: str) -> frozenset[str]:
 
 
 POINTWISE = _aten("""
-    leaky_relu leaky_relu_ floor_divide floor_divide_ polar complex linalg_cross addr addr_
+    leaky_relu leaky_relu_ floor_divide floor_divide_ polar complex linalg_cross addr addr_ masked_fill masked_fill_
     threshold_ rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_backward hardtanh_backward hardsigmoid_backward mish_ hardswish hardswish_
     hardswish_backward elu_backward hardshrink_backward leaky_relu_backward log_sigmoid_forward log_sigmoid_backward softplus_backward softshrink_backward
     _prelu_kernel _prelu_kernel_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
@@ -35,7 +35,7 @@ NORMALISE = _aten("""
 MOVE = _aten("""
     cat stack copy copy_ clone contiguous _to_copy slice_backward select_backward slice_scatter select_scatter diagonal_backward as_strided_scatter
     index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put index_select index_add index_add_ gather scatter scatter_ scatter_add
-    scatter_add_ embedding embedding_dense_backward masked_fill masked_fill_ masked_scatter masked_select tril triu roll flip repeat constant_pad_nd
+    scatter_add_ embedding embedding_dense_backward masked_scatter masked_select tril triu roll flip repeat constant_pad_nd
     reflection_pad1d reflection_pad1d_backward reflection_pad2d reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward replication_pad1d
     replication_pad1d_backward replication_pad2d replication_pad2d_backward replication_pad3d replication_pad3d_backward index_fill index_fill_
     unfold_backward im2col col2im pixel_shuffle
@@ -72,8 +72,23 @@ KEEP_ELEMENTS = _aten("""
     _to_copy clone copy copy_ contiguous flip roll tril triu index index_select gather embedding cat stack repeat constant_pad_nd sort native_dropout
     fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
 """)  # whose results have the elements of an argument, or nearly so, or 0 in their place
+NUMBERS = {"aten.zeros": 0, "aten.new_zeros": 0, "aten.zeros_like": 0, "aten.ones": 1, "aten.new_ones": 1, "aten.ones_like": 1}  # all that an op gives
+FULL = {"aten.scalar_tensor": "s"} | dict.fromkeys(("aten.full", "aten.full_like", "aten.new_full"), "fill_value")
+COPIES = {"aten._to_copy", "aten.clone", "aten.lift_fresh_copy"}
 
 
 def is_pointwise(call: Any) -> bool:
     """Whether an op computes each element of what it gives by itself."""
     return call.op in POINTWISE or torch.Tag.pointwise in getattr(call.func, "tags", ())
+
+
+def number_made(call: Any) -> float | None:
+    """The number that each element of what a call gives is, where the op says so."""
+    if call.op in NUMBERS:
+        return NUMBERS[call.op]
+    if call.op in FULL:
+        return call.named[FULL[call.op]]
+    inputs: list[Any] = call.inputs
+    if call.op == "aten.sub" and len(inputs) == 2 and not call.kwargs:
+        return 0 if inputs[0].view == inputs[1].view else None
+    return inputs[0].number if len(inputs) == 1 and (call.aliases or call.op in COPIES) else None

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from ...kernels.grid import as_matrix, grid_shape, matrix_shape
 from ..graphs.graph_calls import BLOCK_INDEX
 from .calls import Call, Mask, Place, is_real, storage_of, typical_mask
-from .known_ops import KEEP_ELEMENTS, is_pointwise
+from .known_ops import KEEP_ELEMENTS, is_pointwise, number_made
 
 JOIN = {"aten.cat", "aten.stack"}
 OTHERS = (-0.7, 1.3)  # what an op of a masked element may be given beside it
@@ -30,7 +30,7 @@ class Origins:
         self.masked_dw: set[str] = set()  # weights whose gradient is wanted in kept blocks alone
         self.typical: set[str] = set()  # weights whose masks were drawn, because they have no values
         self.uncounted: set[str] = set()  # weights whose number of kept blocks has no value
-        self._numbers: dict[int, float] = {}  # storages of single numbers that the model's code wrote, as where's other value
+        self._numbers: dict[int, float | None] = {}  # by storage: the number that each of its elements is; None of what an op has written to
         self._derived: dict[int, tuple[str, Mask | None]] = {}  # storages computed from parameters alone
         self._copies: dict[int, tuple[str, Tensor]] = {}  # storages with a parameter's elements in their order, as `real` has parameters
         self._kept: list[Any] = []  # a storage that was freed would give its address to another
@@ -50,13 +50,12 @@ class Origins:
         elif neutral and key in self.values:  # a buffer, as a trace by make_fx has its constants; of inputs, what a mask holds
             mask = self._constant(self.values[key])
         offset = int(t.storage_offset()) * t.dtype.itemsize
-        number = self._number(t) if neutral else None
-        return Place(tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, key, name, whole, mask, neutral, offset, number)
+        return Place(tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, key, name, whole, mask, neutral, offset, self._number(t, neutral))
 
-    def _number(self, t: Tensor) -> float | None:
-        """The value of a constant of one element, where it has one; bools are masks."""
+    def _number(self, t: Tensor, neutral: bool) -> float | None:
+        """The number that all elements are, where it is known: of a constant of one element its value; bools are masks."""
         key = storage_of(t)
-        if key in self._numbers or t.numel() != 1 or t.dtype == torch.bool:
+        if key in self._numbers or not neutral or t.numel() != 1 or t.dtype == torch.bool:
             return self._numbers.get(key)
         real = self.values.get(key, t.constant) if isinstance(t, FakeTensor) else t
         if real is None or not is_real(real):
@@ -92,8 +91,9 @@ class Origins:
     def note(self, call: Call, made: Mask | None, t: Tensor) -> None:
         """Note of a result what it is made of: parameters alone, with what mask, or nothing that an input moves. `made`: the mask that the call makes."""
         key, inputs = storage_of(t), call.inputs
-        if call.op == "aten.scalar_tensor":
-            self._numbers[key] = call.args[0]
+        number = number_made(call)
+        if number is not None or call.writes:
+            self._numbers[key] = number
         if made is None:
             if any(p.of_inputs for p in inputs) or (call.differentiates and all(p.storage != key for p in inputs)):
                 self.neutral.discard(key)
@@ -122,7 +122,7 @@ def _inherited(call: Call, made: Tensor) -> Mask | None:
 
     One that fills them, or adds to them, gives what is made of a mask and has no blocks.
     """
-    masks = [p.mask for p in call.inputs if p.mask is not None]
+    masks = [p.mask for p in (call.inputs[1:] if call.op == "aten.copy_" else call.inputs) if p.mask is not None]
     if not masks:
         return None
     mask = next((m for m in masks if m.block is not None), masks[0])
@@ -134,13 +134,16 @@ def _inherited(call: Call, made: Tensor) -> Mask | None:
         return mask._replace(whole_dw=_reaches_all(call.named["other"]))
     if call.aliases or call.op in KEEP_ELEMENTS or not (made.dtype.is_floating_point or is_pointwise(call)):
         return mask
-    if call.op == "aten.where" and isinstance(other := call.args[2], Place):
-        if other.neutral and other.numel == 1 and not other.number:  # a 0 to mask with
-            with _disable_current_modes():
-                return mask._replace(whole_dw=bool(mask.values.all()), shape=mask.shape or matrix_shape(made.shape))
-        if isinstance(value := call.args[1], Place) and value.weight == other.weight != "":  # straight-through: what is added of the same weight is 0
-            return mask._replace(whole_dw=_reaches_all(value), shape=mask.shape or matrix_shape(made.shape))
+    if call.op == "aten.where" and isinstance(value := call.args[1], Place) and (other := call.args[2]).number == 0 and _is(call.args[0], mask):
+        with _disable_current_modes():  # other than a 0 to mask with is the straight-through one, of the same weight: its gradient reaches what value's does
+            whole = _reaches_all(value) if other.weight else bool(mask.values.all())
+            return mask._replace(whole_dw=whole, shape=mask.shape or matrix_shape(made.shape))
     return mask if is_pointwise(call) and _gives_zero(call, mask) else mask._replace(block=None)
+
+
+def _is(p: Place, mask: Mask) -> bool:
+    """Whether a tensor is a mask, or is told by one."""
+    return p.mask is not None and p.mask.values is mask.values and p.mask.block == mask.block
 
 
 def _reaches_all(p: Place) -> bool:
@@ -154,11 +157,12 @@ def _gives_zero(call: Call, mask: Mask) -> bool:
     def one(a: Any) -> Any:
         if not isinstance(a, Place):
             return a
+        kind = None if a.dtype.is_floating_point or a.dtype.is_complex else a.dtype
         if a.number is not None:
-            return torch.tensor((a.number, a.number), device="cpu")
+            return torch.full((2,) if a.shape else (), a.number, device="cpu", dtype=kind)
         here = a.mask is not None and a.mask.block is not None and a.mask.values is mask.values
-        others = (False, True) if a.dtype == torch.bool else OTHERS
-        return torch.tensor((0.0, 0.0) if here else others, device="cpu", dtype=torch.bool if a.dtype == torch.bool else None)
+        others = OTHERS if kind is None else (False, True) if kind == torch.bool else (1, 2)
+        return torch.tensor((0, 0) if here else others, device="cpu", dtype=kind or torch.float32)
 
     with _disable_current_modes(), torch.no_grad():
         try:

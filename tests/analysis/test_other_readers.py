@@ -191,6 +191,7 @@ def test_products_that_are_counted_as_they_are_have_no_such_note(how):
 
 # ---- what stands where the mask leaves something out ----------------------------------------------------------------------------------------------------
 
+COLUMNS = torch.arange(64) < 32
 CHOSEN = {
     "by its sign, or a number": lambda w: torch.where(w > 0, w, 0.5),
     "by its sign, or a tensor": lambda w: torch.where(w > 0, w, torch.tensor(0.5)),
@@ -205,6 +206,21 @@ CHOSEN = {
     "whether it is large": lambda w: (w > 1e-3).float(),
     "whether it is small": lambda w: (w < 1e-3).float(),
     "multiplied by that": lambda w: w * (w > 1e-3),
+    "by its sign, or ones": lambda w: torch.where(w > 0, w, torch.ones_like(w)),
+    "by its sign, or zeros": lambda w: torch.where(w > 0, w, torch.zeros_like(w)),
+    "by its sign, or a 1": lambda w: torch.where(w > 0, w, torch.ones(())),
+    "by its sign, or a full 2": lambda w: torch.where(w > 0, w, torch.full((), 2.0)),
+    "by its sign, or a 0 of another dtype": lambda w: torch.where(w > 0, w, torch.zeros((), dtype=torch.float64).to(w.dtype)),
+    "by its sign, or a 0 that was overwritten": lambda w: torch.where(w > 0, w, torch.scalar_tensor(0.0).fill_(0.5)),
+    "by its sign, or its mean": lambda w: torch.where(w > 0, w, w.mean()),
+    "by its column, or a number made of it": lambda w: torch.where(COLUMNS, w, w.exp()),
+    "by its column, or its difference from itself": lambda w: torch.where(COLUMNS, w, w - w),
+    "by its column, or its difference from another": lambda w: torch.where(COLUMNS, w, w - w.mean()),
+    "filled where large, by a tensor": lambda w: w.masked_fill(w > 1e-3, torch.tensor(0.7)),
+    "filled where small, in place": lambda w: w.clone().masked_fill_(w < 1e-3, 0.7),
+    "cut where small, in place": lambda w: w.clone().masked_fill_(w < 1e-3, 0),
+    "overwritten": lambda w: w.clone().copy_(torch.ones(48, 64)),
+    "bits of its sign": lambda w: ((w > 0).int() & 1).float(),
     "cut by what is not small": lambda w: torch.where(torch.isfinite(w), w, 0.0),
 }
 
@@ -235,3 +251,10 @@ def test_a_weight_that_is_expanded_over_a_batch_is_loaded_once():
     for model, kept in ((Reads(how), 48 * 64), (masked(how), 48 * 64 // 4)):
         report = analyze(model, tokens())
         assert report.summary["flop"]["fwd"] == 2 * TOKENS * kept and report.summary["weights_loaded"] == kept
+
+
+@pytest.mark.parametrize("mode", ["masked", "ste"])
+def test_a_condition_of_the_models_own_takes_nothing_from_a_modes_gradient(mode):
+    """It is wanted in kept blocks, by ste everywhere, as without the condition."""
+    model = masked(lambda x, w: F.linear(x, torch.where(COLUMNS, w, 0)), backward=mode)
+    assert of_phases(analyze(model, tokens()))[::2] == (DENSE // 4, DENSE if mode == "ste" else DENSE // 4)
