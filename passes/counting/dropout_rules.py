@@ -43,7 +43,7 @@ def _work(op: str, call: Call, t: Target, tokens: Place, shape: tuple[int, int],
     else:
         made = share(plain, p, impl != "triton" or (t.impl or a["impl"]) == "triton")
     sizes = {"forward": (m, n, k), "dx": (m, k, n), "dw": (n, k, m)}[op]
-    phase = phase_of(call) if op == "forward" else PHASE[op]
+    phase = PHASE[op] if call.differentiates or op != "forward" else phase_of(call)
     return Work(call, phase, EXACT, made, *sizes, 1, tokens.dtype, plain, block, nnzb, elements=n * k, weight=weight, impl="triton" if kernels else "")
 
 

@@ -13,7 +13,7 @@ from ...kernels.strides import are_tokens_inner
 from .calls import Call, Place, typical_mask
 from .work import EXACT, Target, Work, phase_of, rule
 
-PHASE = {"forward": "fwd", "dx": "dX", "dw": "dW"}
+PHASE = {"forward": "dX", "dx": "dX", "dw": "dW"}  # in a backward, where the forward's op is that of a gradient's gradient
 ROLES = {"forward": {}, "dx": {"x": "dy", "y": "dx"}, "dw": {"gy": "dy", "out": "dw"}}
 
 
@@ -64,7 +64,7 @@ def masked_work(op: str, call: Call, t: Target, x: Place, shape: tuple[int, int]
         "dw": {"dy": (min(128, n) * item, n * item), "x": (unit, k * item), "dw": (unit, k * item)},
     }[op]
     m, nn, kk = {"forward": (tokens, n, k), "dx": (tokens, k, n), "dw": (n, k, tokens)}[op]
-    phase = phase_of(call) if op == "forward" else PHASE[op]
+    phase = PHASE[op] if call.differentiates or op != "forward" else phase_of(call)
     return Work(
         call, phase, EXACT, cost, m, nn, kk, 1, dtype, plain, block, nnzb, kept, n * k, weight, "dense" if whole else impl, widths,
         launches=1 if whole else 1 + (impl != "triton"), name=f"fxmask.masked_linear_{op}" if op != "forward" else "",

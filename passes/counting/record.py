@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -24,7 +25,7 @@ from .calls import Call
 from .fakes import Views, sparse_result, view_of
 from .origins import Origins
 from .shapes import run
-from .work import makes_weight, weights_gradients
+from .work import meets_weight, weights_gradients
 
 CALL_CODE = nn.Module._call_impl.__code__
 BACKWARD_CODE = torch.autograd.graph._engine_run_backward.__code__
@@ -119,8 +120,7 @@ class Recorder(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, now: int) -> None:
         places = tree_map(lambda a: self.origins.place(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs)))
         node = torch._C._current_autograd_node()
-        backward = node is not None
-        recomputed = backward and ((torch.is_grad_enabled() and not _by_the_engine()) or _in_a_call())
+        backward, recomputed = node is not None, node is not None and _runs_again()
         fresh = now > self._seq  # autograd made a node for this op just before it came here
         call = Call(func, places[0], places[1], [], *self.module(), self.node, backward, recomputed)
         if call.differentiates:
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
                 call.module, call.kind, call.node = call.forward.module, call.forward.kind, call.forward.node
             call.summed = call.op == "aten.add" and len(call.inputs) == 2 and _by_the_engine()
             call.of_weight = call.summed and all(p.storage in self._of_weights for p in call.inputs)
-        elif not (fresh or torch.is_grad_enabled()) and _meets_weight(call) and not _meets_weight(self._by_seq.get(self._seq - 1)) and _in_a_function():
+        elif not (fresh or torch.is_grad_enabled()) and meets_weight(call) and not meets_weight(self._by_seq.get(self._seq - 1)) and _in_a_function():
             self._inside.setdefault(self._seq - 1, call)
         if fresh:
             self._by_seq[now - 1], self._seq = call, now
@@ -162,11 +162,6 @@ class Recorder(TorchDispatchMode):
         return found or (self.stack, "")
 
 
-def _meets_weight(call: Call | None) -> bool:
-    """Whether an op has a weight and something else."""
-    return call is not None and bool(call.weights) and not makes_weight(call)
-
-
 def _leaves(t: Tensor) -> list[Tensor]:
     """The tensors that a backward writes a gradient to: itself, or what it was made of before the run."""
     if t.is_leaf:
@@ -189,9 +184,15 @@ def _in_a_function() -> bool:
     return any(f.f_code in forwards for f in frames())
 
 
-def _in_a_call() -> bool:
-    """Whether an op of a backward is of a module's call inside it: a checkpoint's second forward, also where it runs, as custom ops do, without grad mode."""
-    return next((f.f_code is CALL_CODE for f in frames() if f.f_code in (CALL_CODE, BACKWARD_CODE)), False)
+def _runs_again() -> bool:
+    """Whether an op of a backward is of a second forward: of a module's call or a checkpoint inside it, or under grad mode without create_graph."""
+    on = torch.is_grad_enabled()  # custom ops run without
+    for f in frames():
+        if f.f_code is CALL_CODE or (on and f.f_code.co_filename == checkpoint.__file__):
+            return True
+        if f.f_code is BACKWARD_CODE:
+            return on and not f.f_locals["args"][2]  # create_graph
+    return on and not _by_the_engine()
 
 
 def _by_the_engine() -> bool:

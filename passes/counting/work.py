@@ -89,21 +89,30 @@ def phase_of(call: Call) -> str:
         return "dW" if call.of_weight else "dX"
     if makes_weight(call.forward):
         return "dW"
-    reads = any(p.weight and p.dtype != torch.bool for p in call.inputs)
-    return "dW" if _multiplied(call) and not reads else "dX"
+    return "dW" if _multiplied(call) and not any(map(_is_weight, call.inputs)) else "dX"
 
 
 def _multiplied(call: Call) -> bool:
     """Whether the forward of an op of a backward has a weight: of a product's gradient, whether it multiplies by one, and does not only add it."""
     forward = call.forward
     if forward is None or forward.op not in SUMS or call.op not in PRODUCTS:
-        return forward is not None and bool(forward.weights)
+        return forward is not None and any(map(_is_weight, forward.inputs))
     return any(isinstance(p, Place) and p.weight for p in forward.args[1:3])
+
+
+def _is_weight(p: Place) -> bool:
+    """Whether a tensor is a weight, or made of one, and no mask."""
+    return bool(p.weight) and p.dtype != torch.bool
 
 
 def makes_weight(call: Call | None) -> bool:
     """Whether an op reads weights and constants alone: nothing but weights has a gradient by it."""
     return call is not None and bool(call.weights) and not any(p.of_inputs for p in call.inputs)
+
+
+def meets_weight(call: Call | None) -> bool:
+    """Whether an op has a weight and something else."""
+    return call is not None and bool(call.weights) and not makes_weight(call)
 
 
 def weights_gradients(call: Call) -> list[Place]:

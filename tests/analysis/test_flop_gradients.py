@@ -10,6 +10,7 @@ from analysis.counted import both, mlp, totals
 from torch import nn
 from torch.utils import checkpoint
 
+import fxmask
 from fxmask.errors import UnsupportedError
 
 
@@ -231,6 +232,59 @@ def test_gradients_of_a_gradient():
     assert {r["node"] for r in products} == {"a:addmm", "b:addmm"}, "all are of the two layers"
     assert [sum(r["flop"] for r in products if r["module"] == m) for m in "ab"] == [6 * one] * 2
     assert "b:addmm  aten.mm  dX" in report.explain("b")
+
+
+def pair(*layers):
+    return nn.Sequential(nn.Linear(64, 64), *layers, nn.Linear(64, 64))
+
+
+class ByHand(nn.Linear):
+    """Whose function has its backward in Python."""
+
+    class Of(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w.t()
+
+        @staticmethod
+        def backward(ctx, gy):
+            x, w = ctx.saved_tensors
+            return gy @ w, gy.t() @ x
+
+    def forward(self, x):
+        return self.Of.apply(x, self.weight)
+
+
+TWICE = {  # of what the first gradient is, and (fwd, dX, dW) in products of both layers: by x, a product by the mask's half of the weight counts as 1/2
+    "dense": (lambda: pair(), "xw", (1, 5, 3)),
+    "in Python": (lambda: nn.Sequential(ByHand(64, 64, bias=False), nn.Tanh(), ByHand(64, 64, bias=False)), "xw", (1, 5, 3)),
+    "masked": (lambda: fxmask.apply(pair(), ratio=0.5, block=(16, 16)), "xw", (0.5, 2.5, 1.5)),
+    "ste": (lambda: fxmask.apply(pair(), ratio=0.5, block=(16, 16), backward="ste"), "xw", (0.5, 3.5, 3)),  # products by dW's gradient are dense
+    "unmasked": (lambda: fxmask.apply(pair(), ratio=0.5, block=(16, 16), backward="unmasked"), "xw", (0.5, 5, 3)),
+    "dropped": (lambda: fxmask.apply(pair(), fxmask.BlockDropout(p=0.5, block=(8, 16))), "xw", (0.5, 2.5, 1.5)),
+    "pruned": (lambda: fxmask.apply(pair(), fxmask.ActivationPruning(ratio=0.5, block=8)), "x", (1, 3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_gradients_of_gradients_by_weights(name):
+    """dX has two gradients, by dY and W; dW has two, by dY and X, neither of which is a weight's."""
+    make, by, expected = TWICE[name]
+    torch.manual_seed(0)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.m = make()
+
+        def forward(self, x):
+            y = self.m(x).square().sum()
+            return y + sum(g.square().sum() for g in torch.autograd.grad(y, [x, *self.m.parameters()] if by == "xw" else x, create_graph=True))
+
+    found = count(Twice(), torch.randn(8, 64, requires_grad=True)).summary["flop"]
+    one = 2 * 2 * 8 * 64 * 64
+    assert tuple(found[k] / one for k in ("fwd", "bwd_dx", "bwd_dw")) == expected and "recompute" not in found
 
 
 class Product(torch.autograd.Function):
