@@ -30,7 +30,7 @@ def work_of(call: Call, target: Target) -> list[Work]:
     known = call.op in KNOWN or is_pointwise(call)
     cost = stream_of(call)
     if known and target.elementwise:
-        n = max([p.numel for p in (*call.inputs, *call.outputs)], default=0)
+        n = max([*(_read_of(call, p) for p in call.inputs), *(p.numel for p in call.outputs)], default=0)
         cost = cost.with_flop(n, n)
     phase = phase_of(call)
     if phase == "dW" and call.op == "aten.sum" and call.forward is not None and call.forward.op in BIASED:
@@ -44,7 +44,6 @@ def stream_of(call: Call) -> Cost:
     seen: dict[int, dict[tuple[Any, ...], tuple[Place, int]]] = {}  # by storage: views, and the bytes that each has added
     written_to = _mutated(call)
     mutated, overwritten = {p.storage for p in written_to}, {p.view for p in written_to} if call.op in OVERWRITES else set()
-    out_bytes = sum(p.bytes for p in call.outputs)
     part = _scattered(call)
     for p in call.inputs:
         if part is not None and p is call.inputs[0]:
@@ -57,11 +56,7 @@ def stream_of(call: Call) -> Cost:
         between = _span([*(q for q, _ in others.values()), p]) - sum(added for _, added in others.values())
         size = min(p.bytes, between)  # of slices that overlap no more than lies between their ends
         others[p.view] = p, size
-        if call.op in GATHERS and p is call.inputs[0]:
-            size = min(size, out_bytes)
-        elif call.op in BAGS and p is call.inputs[0]:
-            size = min(size, call.named["indices"].numel * p.shape[1] * p.dtype.itemsize)
-        reads[_input_name(call, p)] += size
+        reads[_input_name(call, p)] += min(size, _read_of(call, p) * p.dtype.itemsize)
     known = {p.storage for p in call.inputs}
     written: set[int] = set()
     for p in call.outputs:
@@ -75,6 +70,15 @@ def stream_of(call: Call) -> Cost:
             written.add(p.storage)
             writes["y"] += p.bytes if part is None else part
     return dense_cost.stream(reads, writes)
+
+
+def _read_of(call: Call, p: Place) -> int:
+    """Elements of an operand that an op reads at most: of a table as many as it gives, or the rows of a bag."""
+    if p is call.inputs[0] and call.op in GATHERS:
+        return min(p.numel, sum(q.numel for q in call.outputs))
+    if p is call.inputs[0] and call.op in BAGS:
+        return min(p.numel, call.named["indices"].numel * p.shape[1])
+    return p.numel
 
 
 def _scattered(call: Call) -> int | None:

@@ -162,6 +162,14 @@ def test_bytes_of_bags_of_an_embedding(words, rows, mode):
     read = [r["bytes_min"] for r in report.tables["traffic"] if r["op"] == "aten._embedding_bag" and r["operand"] == "w"]
     written = [r["bytes_min"] for r in report.tables["traffic"] if r["phase"] == "dW" and r["direction"] == "write"]
     assert (read, written, report.summary["flop"]["total"]) == ([rows * 64], [words * 64], 0)
+    flop = fxmask.analyze(model, torch.randint(0, 9, (3, 5)), device="h100-sxm", phases=("fwd",), count_elementwise=True).tables["nodes"]
+    assert [r["flop"] for r in flop if r["op"] == "aten._embedding_bag"] == [rows * 16], "one for each element that is summed"
+
+
+@pytest.mark.parametrize(("words", "rows"), [(1000, 15), (9, 15)])
+def test_elements_of_an_embedding_are_those_that_it_gives(words, rows):
+    report = fxmask.analyze(nn.Embedding(words, 16), torch.randint(0, 9, (3, 5)), device="h100-sxm", phases=("fwd",), count_elementwise=True)
+    assert [r["flop"] for r in report.tables["nodes"] if r["op"] == "aten.embedding"] == [rows * 16]
 
 
 def test_finite_cache():
