@@ -6,6 +6,7 @@ A larger block and a higher ratio are never slower by more than noise, so what l
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from ..kernels.errors import message
 from ..kernels.grid import keep_count, plain_int
 from ..passes.settings.config import WeightMask
 from .layers import Layer
-from .unit import MakeOptimizer, Times, Unit
+from .unit import MakeOptimizer, Times, Unit, flusher
 
 LOSES = 0.95  # a gain below this is no noise
 ROUNDS, REPEATED = 9, 0.5  # rounds over all cells, so that none rests on one moment of the machine: the first may use all of the time, more of them half of it
@@ -87,9 +88,10 @@ def search(
             groups.setdefault(layer.signature, []).append(layer)
     found: list[Timed] = []
     units: list[tuple[Timed, Unit]] = []
+    flush_of = functools.cache(flusher)
     for group in sorted(groups.values(), key=lambda g: -len(g) * g[0].tokens * g[0].weight.numel()):
         if time.perf_counter() < until:
-            made = Unit(group[0], make)
+            made = Unit(group[0], make, flush_of(group[0].weight.device))
             found.append(Timed(group, made.dense_times, {}, refresh))
             units.append((found[-1], made))
         else:

@@ -43,11 +43,11 @@ class Times(NamedTuple):
 
 
 class Unit:
-    """The operands of a layer, its dense form, and the times of that."""
+    """The operands of a layer, its dense form, and the times of that. `flush`: as of `flusher`, which units share: its memory is large where caches are."""
 
-    def __init__(self, layer: Layer, make: MakeOptimizer | None) -> None:
+    def __init__(self, layer: Layer, make: MakeOptimizer | None, flush: Callable[[], Any] | None = None) -> None:
         self.layer, self.make, self.device = layer, make, layer.weight.device
-        self.watch, self.flush = Stopwatch(self.device), flusher(self.device)
+        self.watch, self.flush = Stopwatch(self.device), flush or flusher(self.device)
         self.share, self.kept_step = 1.0, False
         self.inputs = [_input(c, self.device) for c in layer.calls]
         self.dense = self._linear()
@@ -77,13 +77,14 @@ class Unit:
 
     def _runner(self, linear: nn.Linear, optimizer: torch.optim.Optimizer | None) -> Callable[[], tuple[float, float]]:
         """A call that takes one training step of the layer and returns the seconds of (both passes, the optimiser's step)."""
-        inputs, kind = self.inputs, self.device.type
+        # not self, which holds such a call: in a circle what flushes would outlive the search
+        inputs, calls, kind, flush, watch = self.inputs, self.layer.calls, self.device.type, self.flush, self.watch
         gradients: list[Tensor] = []
 
         def passes() -> None:
             out = []
             with torch.autocast(kind, enabled=False):  # around all calls, as it is what keeps the casts of a weight for the next one
-                for x, c in zip(inputs, self.layer.calls, strict=True):
+                for x, c in zip(inputs, calls, strict=True):
                     with torch.set_grad_enabled(c.graph), torch.autocast(kind, c.autocast, enabled=c.autocast is not None):
                         out.append(linear(x))
             ends = [y for y in out if y.requires_grad]  # none of a frozen layer with a frozen input: its forward is all of its step
@@ -97,12 +98,12 @@ class Unit:
             for x in inputs:
                 x.grad = None
             (linear if optimizer is None else optimizer).zero_grad(set_to_none=True)
-            self.flush()
-            took = self.watch(passes)
+            flush()
+            took = watch(passes)
             if optimizer is None:
                 return took, 0.0
-            self.flush()
-            return took, self.watch(optimizer.step)
+            flush()
+            return took, watch(optimizer.step)
 
         return run
 

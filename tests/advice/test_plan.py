@@ -196,7 +196,7 @@ class FakeUnit:
     asked: ClassVar[list] = []
     gains: ClassVar[dict] = {}
 
-    def __init__(self, layer, make):
+    def __init__(self, layer, make, flush):
         self.dense_times, self.kept_step = Times(1.0, 0.0), True
 
     def masked(self, config):

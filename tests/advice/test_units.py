@@ -1,5 +1,8 @@
 """A layer's own training step: what is done for one of its times, and on what."""
 
+import gc
+import time
+import weakref
 from functools import partial
 
 import pytest
@@ -7,6 +10,7 @@ import torch
 from torch import nn
 
 import fxmask
+from fxmask.advice import search
 from fxmask.advice import unit as units
 from fxmask.advice.layers import Layer, Seen
 from fxmask.advice.unit import FEWEST, Unit
@@ -30,12 +34,13 @@ def test_inputs_are_normal_numbers_in_the_layers_layout():
 def test_a_step_starts_without_gradients_and_caches():
     """Both parts of it from cold caches, and gradients are those of one step."""
     order = []
-    unit = Unit(layer(), partial(torch.optim.SGD, lr=0.0))
-    unit.flush = lambda: order.append("flush")
+    unit = Unit(layer(), partial(torch.optim.SGD, lr=0.0), lambda: order.append("flush"))
     unit.watch = lambda run: order.append(run.__name__) or run() or 1.0
-    unit.run_dense()
+    order.clear()
+    run = unit._runner(unit.dense, unit._optimizer(unit.dense))
+    run()
     first = unit.inputs[0].grad.clone(), unit.dense.weight.grad.clone()
-    unit.run_dense()
+    run()
     assert first[0].any() and torch.equal(first[0], unit.inputs[0].grad) and torch.equal(first[1], unit.dense.weight.grad)
     assert [name if name in ("flush", "passes") else "step" for name in order] == ["flush", "passes", "flush", "step"] * 2
 
@@ -75,3 +80,22 @@ def test_what_flushes_the_caches_is_larger_than_the_last(monkeypatch):
     for size, wanted in ((3 << 20, 6 << 20), (None, 64 << 20)):
         monkeypatch.setattr(units, "last_cache_bytes", lambda size=size: size)
         assert units.flusher(CPU).__self__.nbytes == wanted
+
+
+def test_what_flushes_is_one_for_all_layers_of_a_search_and_ends_with_it(monkeypatch):
+    """Twice the last cache is half a gigabyte on some processors."""
+    class Flush:
+        def __call__(self):
+            return None
+
+    made = []
+    monkeypatch.setattr(search, "flusher", lambda device: (flush := Flush(), made.append(weakref.ref(flush)))[0])
+    layers = [layer(), layer(64), layer(32)]
+    gc.collect()
+    gc.disable()  # nothing waits for it
+    try:
+        found = search.search(layers, [((32, 32), 0.5)], {}, torch.optim.SGD, 0, time.perf_counter() + 60)
+        alive = [ref() for ref in made]
+    finally:
+        gc.enable()
+    assert len(found) == 3 and all(timed.cells for timed in found) and alive == [None]
