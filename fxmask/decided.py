@@ -56,15 +56,18 @@ def forget_decided(model: nn.Module) -> None:
 
 def mark_again() -> None:
     """Mark the weights that layers have been given since, by a copy or by `load_state_dict(assign=True)`."""
-    for m in alive(_layers):
-        weight = m._parameters.get("weight")
-        if weight is not None and _DECIDED in m.__dict__:
-            setattr(weight, _DECIDED, True)
+    for weight in decided_weights():
+        setattr(weight, _DECIDED, True)
 
 
 def decided_by_apply(w: Tensor) -> bool:
     """Whether `apply` has masked a weight or left it dense."""
     return hasattr(w, _DECIDED)
+
+
+def decided_weights() -> list[Tensor]:
+    """Those of layers that `apply` has decided about."""
+    return [w for m in alive(_layers) if _DECIDED in m.__dict__ and (w := m._parameters.get("weight")) is not None]
 
 
 def left_by_apply(layer: nn.Module | None) -> bool:

@@ -26,6 +26,7 @@ from ..passes.finding.patterns import matches
 from ..passes.graphs.bodies import Body, graphs_of
 from ..passes.graphs.canonical import Canonicalise, transposed
 from ..passes.graphs.graph_calls import LINEARS, MASKED_LINEAR, weight_arg
+from ..passes.graphs.input_sources import source_name
 from ..passes.graphs.lifted import find_lifted
 from ..passes.graphs.lifted_mask import MaskLifted
 from ..passes.graphs.lifted_pruning import PruneLifted, find_lifted_products, is_called
@@ -82,6 +83,9 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     wants_products = o.activations is not None and o.activations.affine
     products, roles = find_lifted_products(bodies, real) if wants_products else ([], {})
     linears = find_lifted(bodies, real, class_of_frame())
+    grads = [t for n, t in real.items() if isinstance(t, Tensor) and source_name(n).endswith(".grad")]
+    if not (linears or products) and backend_watch.are_known(grads):  # an optimiser's graph, in a step that is compiled whole
+        return []
     made = made_of(linears, bodies, real)
     decisions = choose([*linears, *products], o.config, o.include, o.exclude, o.of_masks, None, of_model)
     pruned = o.pruned([d for d in decisions if is_called(d)])

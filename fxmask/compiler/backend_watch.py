@@ -13,9 +13,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..decided import decided_by_apply, mark_again
+from ..decided import decided_by_apply, decided_weights, mark_again
 from ..kernels.errors import StateError, message, warn
+from ..passes.graphs.lifted import looked_up
 from ..passes.settings.config import WeightMask
+from ..passes.state.weak_sets import alive
 from .computed import forget_computed, noting
 from .shards import gathered, look
 
@@ -156,6 +158,12 @@ def seen(w: Tensor) -> Done | None:
     look([w])
     use = use_of(w)
     return None if use is None else use.done
+
+
+def are_known(grads: Sequence[Any]) -> bool:
+    """Whether all gradients, those of matrices among them, are of weights that graphs have met, or some are of a model that `apply` has decided about."""
+    applied, met = ({id(w.grad) for w in known if w.is_leaf} for known in (decided_weights(), [*alive(uses), *alive(looked_up)]))  # type: ignore[arg-type]
+    return any(id(g) in applied for g in grads) or (len(grads) > 0 and all(id(g) in met for g in grads if g.dim() == 2))
 
 
 def forget(model: torch.nn.Module, weights: Iterable[Tensor]) -> None:

@@ -36,7 +36,7 @@ PACKED: dict[Any, tuple[str, ...]] = {
 INPUTS = ("Pruned", "Dropped")  # how names of classes begin that `fxmask.apply` gives layers whose inputs it changes
 BOTH = f"{CHANGED}; restore the model, and give fxmask.apply both in one call"
 PACKS = "the graph packs it from other weights for its attention; use fxmask.apply"
-_looked_up = WeakTensorKeyDictionary()  # weights that some graph of this process used as an embedding's
+looked_up = WeakTensorKeyDictionary()  # weights that some graph of this process used as an embedding's
 
 
 def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any], root: type | None = None) -> list[Candidate]:
@@ -50,7 +50,7 @@ def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any], root: type | N
             _add_call(found, body, node, real, root)
     _add_dense_reads(found, bodies, real)
     for c in found.values():
-        c.tied_embedding = c.weight in _looked_up
+        c.tied_embedding = c.weight in looked_up
     return list(found.values())
 
 
@@ -74,7 +74,7 @@ def _add_call(found: dict[Any, Candidate], body: Body, node: Node, real: Mapping
     for a in node.all_input_nodes if node.target in EMBEDDINGS else ():
         table = real.get(body.origin.get(a, a))
         if isinstance(table, nn.Parameter):
-            _looked_up[table] = True
+            looked_up[table] = True
 
 
 def _add_dense_reads(found: dict[Any, Candidate], bodies: Sequence[Body], real: Mapping[Node, Any]) -> None:

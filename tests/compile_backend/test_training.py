@@ -1,5 +1,7 @@
 """torch.compile(backend="fxmask") trains as fxmask.apply does."""
 
+import warnings
+
 import fresh_process
 import pytest
 import torch
@@ -142,22 +144,58 @@ class Watched:
         self.lock.release()
 
 
-@pytest.mark.filterwarnings("ignore:backend='fxmask' masked nothing in a graph")  # in the optimiser's
+def whole_step(model, optimizer, x):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
 def test_a_whole_step_that_is_compiled(monkeypatch):
     """Its graph breaks at backward(), which is compiled inside: what looks at compilations is asked there, and is none to compile. That would hang."""
     name = "_CompilationCallbackHandler__pending_callbacks_counter_lock"
     monkeypatch.setattr(callback_handler, name, Watched(getattr(callback_handler, name)))
     ours, applied = mlp(), fxmask.apply(mlp(), **OPTIONS)
-
-    def step(model, optimizer, x):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    run = compiled(step, inner="aot_eager", **OPTIONS)
-    for model, how in ((ours, run), (applied, step)):
+    run = compiled(whole_step, inner="aot_eager", **OPTIONS)
+    for model, how in ((ours, run), (applied, whole_step)):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         torch.manual_seed(1)
         for _ in range(2):
             how(model, optimizer, torch.randn(4, 64))
     torch.testing.assert_close([*ours.parameters()], [*applied.parameters()])
+
+
+class Looked(nn.Module):
+    """A table, and what comes of it: the linears, one of them behind a break in a loop where `skips`, so that Dynamo gives no graph of it."""
+
+    def __init__(self, skips):
+        super().__init__()
+        self.table, self.first, self.second, self.skips = nn.Embedding(8, 64), mlp(), nn.ModuleList([nn.Linear(64, 64)]), skips
+
+    def forward(self, x):
+        x = self.table((x[:, 0] > 0).long())
+        return self.first(x).sum() + self.loop(x).sum()
+
+    def loop(self, x):
+        for layer in self.second:
+            if self.skips:
+                torch._dynamo.graph_break()
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("how", ["masked", "required", "applied"])
+def test_the_optimisers_graphs_of_a_whole_step_have_nothing_to_mask(how):
+    """Any warning is an error."""
+    model = fxmask.apply(Looked(False), **OPTIONS) if how == "applied" else Looked(False)
+    options = {} if how == "applied" else {**OPTIONS, "require": how == "required"}
+    compiled(whole_step, **options)(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), torch.randn(4, 64))
+
+
+def test_the_optimisers_graph_of_a_whole_step_tells_of_weights_that_no_graph_has_met():
+    model = Looked(True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", fxmask.FxMaskWarning)
+        compiled(whole_step, **OPTIONS)(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), torch.randn(4, 64))
+    last = whole_step.__code__.co_firstlineno + 4  # optimizer.step()
+    assert any("masked nothing in a graph" in str(w.message) and (w.filename, w.lineno) == (__file__, last) for w in told)
