@@ -88,7 +88,9 @@ def number_made(call: Any) -> float | None:
         return NUMBERS[call.op]
     if call.op in FULL:
         return call.named[FULL[call.op]]
+    if call.op != "aten.sub" and call.op not in COPIES and not call.aliases:
+        return None
     inputs: list[Any] = call.inputs
-    if call.op == "aten.sub" and len(inputs) == 2 and not call.kwargs:
-        return 0 if inputs[0].view == inputs[1].view else None
-    return inputs[0].number if len(inputs) == 1 and (call.aliases or call.op in COPIES) else None
+    if call.op == "aten.sub":
+        return 0 if len(inputs) == 2 and not call.kwargs and inputs[0].view == inputs[1].view else None
+    return inputs[0].number if len(inputs) == 1 else None

@@ -10,6 +10,7 @@ from torch import nn
 
 import fxmask
 from fxmask.analysis import devices
+from fxmask.analysis.report import short
 
 H100 = devices.device("h100-sxm")
 SENTENCES = ("Activations dominate", "Launch-bound", "L2-bound", "GFLOP that the kernels issue", "Layers with impl masked_dense", "No layer is masked")
@@ -285,3 +286,24 @@ def test_only_a_weight_mask_is_said_to_shrink_no_activation(config):
     model = fxmask.apply(mlp(64, 128)(), config, include="*")
     report = fxmask.analyze(model, torch.empty(4096, 64), device=H100)
     assert bool(said(report, "Activations dominate")) == isinstance(config, fxmask.WeightMask)
+
+
+def test_least_times_of_a_step_are_those_of_its_ops():
+    """As the table roofline has them: of dense ops where a mask leaves something out, and of all others, which have no dense ones."""
+    model = fxmask.apply(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU(), torch.nn.Linear(512, 512)), ratio=0.5, block=(16, 16))
+    report = fxmask.analyze(model, torch.randn(4096, 512), device="h100-sxm", optimizer=None)
+    nodes, rows = report.tables["nodes"], [r for r in report.tables["roofline"] if r["t_min_us"]]
+    masked, others = ([r for r in rows if (r["t_dense_min_us"] is None) == plain] for plain in (False, True))
+    t, t_dense, rest = sum(r["t_min_us"] for r in masked), sum(r["t_dense_min_us"] for r in masked), sum(r["t_min_us"] for r in others)
+    assert len(masked) == sum(r["nnzb"] is not None and bool(r["m"]) for r in nodes) == 5 and others
+    assert all((r["l2_bw_to_tie"] is None) == (r["speedup_bound"] is None) == (r in others) for r in rows)
+    extra = sum(r["t_min_us"] for r in others if r["op"] in ("fxmask.block_index", "fxmask.strip_lists"))
+    found = next(n for n in report.notes if "of the dense step's least time" in n)
+    assert f"take {(rest - extra) / (t_dense + rest - extra):.0%} of the dense step's least time" in found
+    assert f"the whole step is {(t_dense + rest - extra) / (t + rest):.2f} times as fast" in found
+
+
+def test_numbers_are_printed_by_their_unit():
+    assert [short(c, v) for c, v in (("flop", 1_500_000), ("bytes_min", 2_000), ("mac", 999), ("m", 4096), ("flop", True))] == [
+        "1.50 M", "2.00 kB", "999", 4096, True
+    ]
