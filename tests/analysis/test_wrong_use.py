@@ -40,6 +40,9 @@ WRONG = {
     "steps": ({"steps": -1}, r"steps: expected a number of steps or None, got -1"),
     "steps by name": ({"steps": "10"}, r"steps: expected a number of steps or None, got '10'"),
     "half a step": ({"steps": 0.5}, r"steps: expected a number of steps"),
+    "masked step": ({"masked_step": 1}, r"masked_step: expected True, False or None, got 1"),
+    "strict": ({"strict": 1}, r"strict: expected True or False, got 1"),
+    "elementwise": ({"count_elementwise": None}, r"count_elementwise: expected True or False, got None"),
     "memory model": ({"memory_model": "thesis2"}, r"memory_model: expected one of .*thesis.*, got 'thesis2'"),
 }
 
