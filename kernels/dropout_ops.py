@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import dropout, operands, reference
 from .cpu import chosen, dropout_runs
 from .dispatch import check_name, triton_ops
+from .engine import asked_of
 from .errors import ShapeError
 from .grid import grid_shape, kept_elements
 from .inductor import register_fake
@@ -106,11 +107,11 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, keep, lists = ctx.saved_tensors
-    by_x, by_w, by_b = ctx.needs_input_grad[:3]
+    by_x, by_w = asked_of(ctx)
     return (
         dropped_dx(gy, w, keep, *ctx.config, lists) if by_x else None,
         dropped_dw(gy, x, keep, *ctx.config, lists) if by_w else None,
-        reference.rows(gy).sum(0) if by_b else None,
+        reference.rows(gy).sum(0) if ctx.needs_input_grad[2] else None,
         *[None] * 6,
     )
 

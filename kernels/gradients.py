@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import dense_linear, reference
+from .engine import asked_of
 from .joint import masked_linear_backward, together
 from .lean import register_autograd
 from .matmul_ops import masked_linear, masked_linear_dw, masked_linear_dx
@@ -24,11 +25,12 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, mask, dense, lists = ctx.saved_tensors
     gx = gw = gb = None
-    if ctx.needs_input_grad[0] and ctx.needs_input_grad[1] and together(gy.device, ctx.config[2], ctx.impl):
+    by_x, by_w = asked_of(ctx)
+    if by_x and by_w and together(gy.device, ctx.config[2], ctx.impl):
         gx, gw = masked_linear_backward(gy, x, w, mask, *ctx.config, dense, ctx.impl)
-    elif ctx.needs_input_grad[0]:
+    elif by_x:
         gx = masked_linear_dx(gy, w, mask, *ctx.config, dense, ctx.impl, lists)
-    if ctx.needs_input_grad[1] and gw is None:
+    if by_w and gw is None:
         gw = masked_linear_dw(gy, x, mask, *ctx.config, dense, ctx.impl, lists)
     if ctx.needs_input_grad[2]:
         gb = dense_linear.db(gy, ctx.flat)

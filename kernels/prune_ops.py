@@ -17,6 +17,7 @@ from . import dense_linear, operands, ops, producer, prune, reference
 from .compress_ops import shared, sizes
 from .cpu import prune_strips
 from .dispatch import form, triton_ops
+from .engine import asked_of
 from .errors import ShapeError, UnsupportedError
 from .inductor import register_fake
 from .lean import register_autograd
@@ -90,9 +91,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     values, index, w, mask, dense, lists = ctx.saved_tensors
     gx = gw = gb = None
-    if ctx.needs_input_grad[0]:
+    by_x, by_w = asked_of(ctx)
+    if by_x:
         gx = dense_linear.dx(gy, w, ctx.inside) if mask is None else ops.masked_linear_dx(gy, w, mask, *ctx.config, dense, ctx.impl, lists)
-    if ctx.needs_input_grad[1]:
+    if by_w:
         values = prune.values_of(values, index, ctx.block, ctx.turned) if ctx.held else values
         wanted = None if mask is None else reference.gradient_mask(mask, dense, ctx.config[2])
         gw = pruned_dw(gy, values, index, ctx.shape, ctx.turned, wanted, *ctx.config[:2], ctx.dw_impl, lists if wanted is mask else None)
