@@ -161,9 +161,12 @@ def seen(w: Tensor) -> Done | None:
 
 
 def are_known(grads: Sequence[Any]) -> bool:
-    """Whether all gradients, those of matrices among them, are of weights that graphs have met, or some are of a model that `apply` has decided about."""
-    applied, met = ({id(w.grad) for w in known if w.is_leaf} for known in (decided_weights(), [*alive(uses), *alive(looked_up)]))  # type: ignore[arg-type]
-    return any(id(g) in applied for g in grads) or (len(grads) > 0 and all(id(g) in met for g in grads if g.dim() == 2))
+    """Whether gradients of matrices are there, all of weights that graphs have met, and under gradients those that they mask; or some are of a model that
+    `apply` has decided about."""
+    trained = [w for w in alive(uses) if (use := uses.get(w)) is not None and (use.calls or not use.masks)]  # type: ignore[arg-type,var-annotated]
+    applied, met = ({id(w.grad) for w in known if w.is_leaf} for known in (decided_weights(), [*trained, *alive(looked_up)]))  # type: ignore[arg-type]
+    of_matrices = [g for g in grads if g.dim() == 2]
+    return any(id(g) in applied for g in grads) or (len(of_matrices) > 0 and all(id(g) in met for g in of_matrices))
 
 
 def forget(model: torch.nn.Module, weights: Iterable[Tensor]) -> None:

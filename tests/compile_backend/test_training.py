@@ -199,3 +199,35 @@ def test_the_optimisers_graph_of_a_whole_step_tells_of_weights_that_no_graph_has
         compiled(whole_step, **OPTIONS)(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), torch.randn(4, 64))
     last = whole_step.__code__.co_firstlineno + 4  # optimizer.step()
     assert any("masked nothing in a graph" in str(w.message) and (w.filename, w.lineno) == (__file__, last) for w in told)
+
+
+def biases_alone(model):
+    return [p for p in model.parameters() if p.dim() == 1]
+
+
+@pytest.mark.parametrize("which", [biases_alone, lambda model: [*model.parameters()]], ids=["biases", "met in evaluation"])
+def test_the_optimisers_graph_of_weights_that_no_graph_trains_is_required_to_have_masks(which):
+    """Of biases alone it says nothing of weights, and a graph that was evaluated nothing of what trains."""
+    model = mlp()
+    with torch.no_grad():
+        compiled(model, **OPTIONS)(torch.randn(4, 64))
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer = torch.optim.SGD(which(model), 0.1, momentum=0.9)
+    run = compiled(lambda: optimizer.step(), **OPTIONS, require=True)
+    with pytest.raises(Exception, match="expected anything at all to be masked"):
+        run()
+
+
+class NamedGrad(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.grad = nn.Parameter(torch.randn(2, 64, 64))
+
+    def forward(self, x):
+        return x @ self.inner.grad
+
+
+def test_a_parameter_of_that_name_is_no_gradient():
+    with pytest.warns(fxmask.FxMaskWarning, match="masked nothing in a graph"):
+        compiled(NamedGrad(), **OPTIONS)(torch.randn(4, 64))
