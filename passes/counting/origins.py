@@ -53,9 +53,9 @@ class Origins:
         return Place(tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, key, name, whole, mask, neutral, offset, self._number(t, neutral))
 
     def _number(self, t: Tensor, neutral: bool) -> float | None:
-        """The number that all elements are, where it is known: of a constant of one element its value; bools are masks."""
+        """The number that all elements are, where it is known: of a constant of one element, and no view of more, its value; bools are masks."""
         key = storage_of(t)
-        if key in self._numbers or not neutral or t.numel() != 1 or t.dtype == torch.bool:
+        if key in self._numbers or not neutral or t.numel() != 1 or t.untyped_storage().nbytes() > t.itemsize or t.dtype == torch.bool:
             return self._numbers.get(key)
         real = self.values.get(key, t.constant) if isinstance(t, FakeTensor) else t
         if real is None or not is_real(real):

@@ -192,6 +192,7 @@ def test_products_that_are_counted_as_they_are_have_no_such_note(how):
 # ---- what stands where the mask leaves something out ----------------------------------------------------------------------------------------------------
 
 COLUMNS = torch.arange(64) < 32
+TWO = torch.tensor([0.0, 0.5])
 CHOSEN = {
     "by its sign, or a number": lambda w: torch.where(w > 0, w, 0.5),
     "by its sign, or a tensor": lambda w: torch.where(w > 0, w, torch.tensor(0.5)),
@@ -258,3 +259,9 @@ def test_a_condition_of_the_models_own_takes_nothing_from_a_modes_gradient(mode)
     """It is wanted in kept blocks, by ste everywhere, as without the condition."""
     model = masked(lambda x, w: F.linear(x, torch.where(COLUMNS, w, 0)), backward=mode)
     assert of_phases(analyze(model, tokens()))[::2] == (DENSE // 4, DENSE if mode == "ste" else DENSE // 4)
+
+
+def test_an_element_of_a_buffer_is_a_constant_of_no_known_value():
+    model = masked(lambda x, w: F.linear(x, torch.where(w > 0, w, model.two[1])))
+    model.register_buffer("two", TWO.clone())
+    assert of_phases(analyze(model, tokens())) == (DENSE, DENSE, DENSE)
