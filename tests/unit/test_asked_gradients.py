@@ -173,3 +173,44 @@ def test_compiled_gradients_are_there():
     F.mse_loss(compiled(x), torch.zeros(8, 32), reduction="sum").backward()
     for tensor, b in zip((x, *model.parameters()), wanted, strict=True):
         torch.testing.assert_close(tensor.grad, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["masked", "pruned", "dropped"])
+def test_a_backward_that_is_called_by_hand_makes_all_within_another_graphs_too(name):
+    model, x = model_of(CONFIGS[name])
+    y = model[0](x)
+    found = []
+
+    class Calls(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, z):
+            return z.clone()
+
+        @staticmethod
+        def backward(ctx, gz):
+            found.extend(y.grad_fn.apply(gz)[:2])
+            return gz
+
+    z = torch.ones_like(y, requires_grad=True)
+    Calls.apply(z).sum().backward()
+    for a, b in zip(found, torch.autograd.grad(y.sum(), [x, model[0].weight]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_leaf_that_does_not_say_is_asked_once_a_backward(monkeypatch):
+    """The engine raises then, which takes as long as a small matmul."""
+    torch.manual_seed(0)
+    model = fxmask.apply(nn.Sequential(*[nn.Linear(32, 32) for _ in range(5)]), fxmask.WeightMask(**MASK))
+    x, ask, raised = torch.randn(8, 32), torch._C._will_engine_execute_node, []
+
+    def asking(node):
+        try:
+            return ask(node)
+        except RuntimeError:
+            raised.append(node)
+            raise
+
+    monkeypatch.setattr(torch._C, "_will_engine_execute_node", asking)
+    for count in (1, 2):
+        found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        assert all(g.any() for g in found) and len(raised) == count
