@@ -177,21 +177,6 @@ def test_a_busy_machine_gives_no_verdict(tmp_path):
     assert len(said) >= 4 and quiet.table.rows[-1]["verdict"] == "ok"  # measured again
 
 
-def test_a_table_holds_what_it_was_given_but_for_what_a_busy_machine_measured(tmp_path):
-    busy, ok = ({"op": op, "verdict": verdict} for op, verdict in (("dx", f"{table.BUSY} 9 on 2 cores"), ("dw", "ok")))
-    made = table.Table(tmp_path / CSV)
-    made.extend([busy, ok])
-    assert [row in of for of in (made, table.Table(tmp_path / CSV)) for row in (busy, ok)] == [False, True] * 2
-
-
-def test_a_cell_that_was_measured_again_is_shown_as_it_was_last(tmp_path):
-    busy, other = ({"op": op, "verdict": f"{table.BUSY} 9 on 2 cores", "device": ""} for op in ("dx", "dw"))
-    made = table.Table(tmp_path / CSV)
-    made.extend([busy, other, busy | {"verdict": "ok"}, busy | {"device": "another"}])
-    for of in (made, table.Table(tmp_path / CSV)):
-        assert [(r["op"], r["verdict"]) for r in of.of([other, busy])] == [("dx", "ok"), ("dw", other["verdict"])] and of.of([{"op": "step"}]) == []
-
-
 def test_each_cell_has_its_own_mask_and_data(tmp_path):
     """A run holds the operands for all providers of a cell, and for no other."""
     names, globs = ("dense", "masked_dense", "fxmask_reference"), "forward/*/b16x16/r0.5/random,forward/*/b16x16/r0.9/random,forward/*/b32x32/r0.5/random"
