@@ -84,7 +84,7 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     products, roles = find_lifted_products(bodies, real) if wants_products else ([], {})
     linears = find_lifted(bodies, real, class_of_frame())
     grads = [t for n, t in real.items() if isinstance(t, Tensor) and source_name(n).endswith(".grad")]
-    if not (linears or products) and backend_watch.are_known(grads):  # an optimiser's graph, in a step that is compiled whole
+    if not (linears or products) and backend_watch.gradients_are_known(grads):  # an optimiser's graph, in a step that is compiled whole
         return []
     made = made_of(linears, bodies, real)
     decisions = choose([*linears, *products], o.config, o.include, o.exclude, o.of_masks, None, of_model)

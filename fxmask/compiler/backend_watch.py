@@ -160,7 +160,7 @@ def seen(w: Tensor) -> Done | None:
     return None if use is None else use.done
 
 
-def are_known(grads: Sequence[Any]) -> bool:
+def gradients_are_known(grads: Sequence[Any]) -> bool:
     """Whether gradients of matrices are there, all of weights that graphs have met, and under gradients those that they mask; or some are of a model that
     `apply` has decided about."""
     trained = [w for w in alive(uses) if (use := uses.get(w)) is not None and (use.calls or not use.masks)]  # type: ignore[arg-type,var-annotated]
