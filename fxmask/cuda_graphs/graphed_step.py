@@ -81,7 +81,9 @@ class Graphed(Generic[T]):
             recorded = self._capture(handles)
         if recorded is None:
             result = self._as_it_is()
-            self._warm[kind] = self._warm.get(kind, 0) + 1  # not where it raised: nothing is warm by that
+            self._warm[kind] = self._warm.pop(kind, 0) + 1  # not where it raised: nothing is warm by that
+            if len(self._warm) > 4 * KEPT:  # a rate that is another number at every call would make one more each time
+                del self._warm[next(iter(self._warm))]
             return result
         return self._replay(recorded, handles)
 
@@ -130,7 +132,7 @@ class Graphed(Generic[T]):
 
     def _capture(self, handles: list[GuardHandle]) -> Recorded | None:
         assert self._make is not None
-        if len(self._graphs) == KEPT or len(self._warm) > 4 * KEPT:
+        if len(self._graphs) == KEPT:
             self._drop()
             self._compared(handles)
         assert self._facts is not None

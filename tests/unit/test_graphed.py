@@ -197,6 +197,20 @@ def test_memory_of_many_kinds():
     assert len(r.step._graphs) <= 4 and r.step.captures == 9
 
 
+@pytest.mark.filterwarnings("ignore:.*expected a step that is mostly replayed")
+def test_memory_of_kinds_that_are_never_captured():
+    """A rate that is another number at every call; the ones that came last are remembered."""
+    r = Run(True, schedule_lr=False, warmup=2)
+    held = []
+    for i in range(60):
+        r.optimiser.param_groups[0]["lr"] = 0.02 - 0.0001 * i
+        r.train(1)
+        held.append(len(r.step._warm))
+    assert r.step.captures == 0 and max(held) == held[20]
+    r.train(2)
+    assert r.step.captures == 1
+
+
 def test_a_step_that_cannot_be_captured():
     """It is not taken, its error says why, and the step as it is goes on."""
     graphed, plain = Run(True, **MIX), Run(False, **MIX)
