@@ -129,7 +129,7 @@ def test_other_errors_of_a_checkpoint_are_not_of_its_room(tmp_path):
     path.parent.mkdir()
     with pytest.raises(RuntimeError, match="its own reason"):
         checkpoint.write(path, {"a": Unsaved()})
-    with pytest.raises(AttributeError, match="pickle"):
+    with pytest.raises(AttributeError, match="local object"):
         checkpoint.write(path, {"a": lambda: 0})
 
 

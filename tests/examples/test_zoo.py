@@ -298,6 +298,13 @@ def test_a_graph_that_is_no_longer_the_model_is_not_the_pass_s_fault(monkeypatch
     assert row["graph"] == "no" and row["graph_why"].startswith(captures.STOCK) and "no: farther" in row["graph_why"]
 
 
+@torch._dynamo.disable
+def eagerly(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Behind a graph break."""
+    out: torch.Tensor = m(x)
+    return out
+
+
 class Half(nn.Module):
     """Two linears, the second in eager code alone."""
 
@@ -306,7 +313,7 @@ class Half(nn.Module):
         self.first, self.second = nn.Linear(32, 48), nn.Linear(48, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch._dynamo.disable(self.second)(self.first(x))
+        return eagerly(self.second, self.first(x))
 
 
 def test_the_backend_is_asked_for_what_a_graph_has_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
