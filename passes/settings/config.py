@@ -47,7 +47,7 @@ class WeightMask(Options):
             On a GPU `auto` is the choice of `passes.state.gpu_site`. seed: for `criterion="random"`.
         cover: no block row and no block column without a kept block, where the ratio leaves max(rows, columns) of them; see `kernels.select.covering`.
         average: in [0, 1), the moving average of the scores over optimiser steps (see `passes.state.saliency`); 0: as they are now.
-        hysteresis: a masked block replaces a kept one whose score it exceeds by more than this share; 0.2: by a fifth (ours).
+        hysteresis: a masked block replaces a kept one whose score it exceeds by more than this share; 0.2: by a fifth (ours). Of `movement` below 1.
         regrow: None, or a `Regrow`: blocks are exchanged at every rebuild, by the gradient or at random.
         soft: over the schedule's ramp masked blocks are not cut off but scaled by a factor that falls linearly from 1 to 0, with the true gradient (decaying
             masks, Kao et al. 2022, arXiv:2209.07617); until the ramp's end the layer computes densely. Modules only.

@@ -42,6 +42,9 @@ def check_dynamics(c: WeightMask) -> None:
     if c.criterion == "random" and (c.average or c.hysteresis):
         got = f"average={c.average}, hysteresis={c.hysteresis}"
         raise ConfigError(f"criterion='random' has no scores to average or to hold on to: expected both 0, got {got}.")
+    if c.criterion == "movement" and c.hysteresis >= 1:  # s + h |s| falls as s < 0 rises
+        what = "criterion='movement' has scores below 0, of which a hysteresis of 1 and more would let the best leave first"
+        raise ConfigError(f"{what}: expected hysteresis below 1, got {c.hysteresis}.")
     if c.refresh == 0 and (c.observes or c.hysteresis or c.regrow is not None):
         raise ConfigError("refresh=0 builds the mask once: expected refresh of at least 1 with gradient criteria, average, hysteresis or regrow.")
     if c.wants_growth and c.backward not in ("rigl", "ste", "unmasked"):

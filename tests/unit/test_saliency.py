@@ -293,6 +293,7 @@ WRONG = {
     "hysteresis 1e40": (dict(hysteresis=1e40), r"hysteresis: expected a number in \[0, 1000\), got 1e\+40"),
     "soft gain": (dict(soft=True, gain=True, schedule=fxmask.Schedule(steps=9)), "soft=True lets blocks fade, and gain=True makes up for blocks"),
     "movement": (dict(criterion="movement"), "backward='masked' leaves masked ones standing: expected backward='ste'"),
+    "movement held": (dict(criterion="movement", backward="ste", hysteresis=1), "has scores below 0, .*: expected hysteresis below 1, got 1.0"),
     "soft": (dict(soft=True), "soft=True scales masked blocks down over the ramp of a schedule: expected schedule="),
     "soft constant": (dict(soft=True, schedule=fxmask.Schedule("constant")), r"expected schedule=.*, got Schedule\(kind='constant'"),
     "soft=1": (dict(soft=1), "soft: expected a bool, got 1"),
