@@ -54,7 +54,10 @@ class Schedule:
         one_of("schedule", self.kind, SCHEDULES)
         for name, low in (("steps", 1), ("warmup", 0), ("cooldown", 0)):
             object.__setattr__(self, name, at_least(f"Schedule.{name}", getattr(self, name), low))
-        ratio_units(self.initial)
+        try:
+            ratio_units(self.initial)
+        except ConfigError as e:
+            raise ConfigError(f"Schedule.initial: {e}") from None
         object.__setattr__(self, "initial", float(self.initial))  # numpy's numbers could not be saved
         if self.warmup + self.cooldown >= self.steps:
             got = f"warmup={self.warmup} + cooldown={self.cooldown} of steps={self.steps}"

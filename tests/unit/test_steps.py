@@ -283,7 +283,7 @@ def test_bad_steps(n):
 @pytest.mark.parametrize(("options", "text"), [
     (dict(kind="square"), f"unknown schedule: expected one of {', '.join(SCHEDULES)}, got 'square'"),
     (dict(steps=0), "Schedule.steps counts optimiser steps: expected an int of at least 1, got 0"),
-    (dict(initial=1.0), "got 1.0"),
+    (dict(initial=1.0), "Schedule.initial: ratio is the fraction of blocks that are masked (sparsity): expected a finite number in [0, 1), got 1.0"),
     (dict(warmup=-1), "Schedule.warmup counts optimiser steps: expected an int of at least 0, got -1"),
     (dict(cooldown=2.0), "Schedule.cooldown counts optimiser steps: expected an int of at least 0, got 2.0"),
     (dict(steps=9, warmup=4, cooldown=5), "expected warmup + cooldown below steps, got warmup=4 + cooldown=5 of steps=9; raise steps"),
