@@ -181,8 +181,6 @@ def _in_parts() -> list[Candidate]:
 
 
 def _inner(o: Options, mode: str | None) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
-    if not isinstance(o.inner, str) and not callable(o.inner):
-        raise ConfigError(message(f"inner: expected the name of a backend or a function that is one, got {o.inner!r}.", WHERE, "leave it out: Inductor."))
     if o.inner != "inductor":
         if mode is not None:
             raise ConfigError(message(f"mode={mode!r} is Inductor's, and inner={o.inner!r}: expected one of them.", WHERE, "leave one of them out."))

@@ -97,6 +97,7 @@ def parse(given: Mapping[str, Any] | None) -> Options:
         as_patterns("require", given["require"])
     if given.get("inductor") and given.get("inner", "inductor") != "inductor":
         raise ConfigError(f"inductor= with inner={given['inner']!r}: expected one of them.")
+    _check_inner(given.get("inner", "inductor"))
     pruning = _pruning(given.get("activations"))
     passes = given.get("passes", ())
     if not isinstance(passes, (list, tuple)) or not all(isinstance(p, Pass) for p in passes):
@@ -107,6 +108,15 @@ def parse(given: Mapping[str, Any] | None) -> Options:
     inductor = inductor_options(given.get("inductor", {}))
     own |= {"passes": tuple(passes), "inductor": inductor, "activations": pruning, "alone": pruning is not None and not mask}
     return Options(WeightMask(**mask), about_masks, **own)
+
+
+def _check_inner(inner: Any) -> None:
+    if callable(inner) or (isinstance(inner, str) and inner == "inductor"):
+        return
+    known = [name for name in torch._dynamo.list_backends(exclude_tags=()) if name != "fxmask"]
+    if inner not in known:
+        what = f"inner: expected the name of another backend or a function that is one, got {inner!r}{meant(inner, known) or '.'}"
+        raise ConfigError(message(what, WHERE, "leave it out: Inductor; torch._dynamo.list_backends(exclude_tags=()) lists the others."))
 
 
 def given_to(callback: Any) -> tuple[bool, Any]:
