@@ -44,6 +44,23 @@ def warn_of_reads(model: nn.Module, decisions: list[Decision]) -> None:
         warn(message(what, fix="call fxmask.apply on the nn.Module instead of its trace, or exclude these."))
 
 
+def warn_of_holders(model: nn.Module, decisions: list[Decision]) -> None:
+    """Warn where a masked layer's Parameter is also one of a module that is no linear: what reads it there meets the dense weight, and no row says so."""
+    masked = {id(d.candidate.weight): d.candidate.name for d in decisions if d.config is not None and d.candidate.host is None}
+    known = {id(d.candidate.module) for d in decisions}  # whatever is done to them has a row
+    known |= {id(m) for _, gm in graph_modules(model) for m in gm.modules()}  # they hold what a graph reads, which `warn_of_reads` has seen
+    held = [
+        f"{masked[id(p)] or 'the model itself'} (as {join(name, key)})"
+        for name, m in model.named_modules()
+        if id(m) not in known and not isinstance(m, (nn.Embedding, nn.EmbeddingBag))  # a tie to an embedding is asked for by name
+        for key, p in m._parameters.items()
+        if id(p) in masked
+    ]
+    if held:
+        what = f"weights of masked layers are parameters of other modules, too, where whatever reads them reads them dense: {first_of(held, 3)}."
+        warn(message(what, fix="let an nn.Linear that shares the weight stand for the other use, whose calls are masked alike; or exclude the layer."))
+
+
 def warn_of_outside(left: list[Candidate], decisions: list[Decision], include: Patterns, exclude: Patterns) -> None:
     """Warn where weights in no Linear have more elements than those that are masked. Whoever includes layers means these, so then: than all linears."""
     patterns = as_patterns("exclude", exclude) or []

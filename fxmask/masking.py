@@ -12,7 +12,7 @@ from .asked import AUTO, DEFAULT_BLOCK, DEFAULT_RATIO, FRO, MASKED, ONE, SEED, S
 from .changing import mask, unmask
 from .compiler.backend_watch import forget, seen
 from .decided import forget_decided, mark_decided, note_change
-from .dense_warnings import warn_if_dense, warn_of_graphs, warn_of_outside, warn_of_reads, warn_of_regions
+from .dense_warnings import warn_if_dense, warn_of_graphs, warn_of_holders, warn_of_outside, warn_of_reads, warn_of_regions
 from .dropping import undrop
 from .fused import FusedDropout
 from .given import Given, refuse_given
@@ -134,6 +134,7 @@ def apply(
     decisions = with_budgets(decisions)
     warn_of_graphs(model)
     warn_of_reads(model, decisions)
+    warn_of_holders(model, decisions)
     warn_if_dense(model, decisions, left)
     warn_of_outside(left, decisions, given.include(include), exclude)
     inputs.warn_if_none()

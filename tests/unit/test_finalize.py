@@ -324,6 +324,7 @@ class Sharing(nn.Module):
 
 @pytest.mark.parametrize(("how", "who"), [("table", "an Embedding"), ("other", "other"), ("held", "held")])
 @pytest.mark.parametrize("format", ["dense", "bsr"])
+@pytest.mark.filterwarnings("ignore:weights of masked layers are parameters of other modules")
 def test_a_weight_that_something_else_uses(how, who, format):
     model = fxmask.apply(Sharing(how), ratio=0.75, include="head")
     refused(model, UnsupportedError, rf"^{who} uses this weight unmasked, and would get the zeros(.|\n)*where: head.weight(.|\n)*untie the two", format)

@@ -1,4 +1,4 @@
-"""Weights that are in no nn.Linear: `explain` names them, `apply` warns where they are most of a model, and of nothing else."""
+"""Weights that are in no nn.Linear: `explain` names them, `apply` warns where they are most of a model. And those that other modules hold, too."""
 
 import pytest
 import torch
@@ -118,7 +118,6 @@ QUIET = {
     "parametrised": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(128, 128)),
     "trace": lambda: torch.fx.symbolic_trace(nn.Sequential(Conv1D(), Conv1D())),
     "lazy": lazy,
-    "tied": tied,
 }
 
 
@@ -128,6 +127,33 @@ def test_neither_noted_nor_warned_of(name):
     model = nn.ModuleList([nn.Linear(32, 32), QUIET[name]()])
     fxmask.apply(model)
     assert notes(model) == []
+
+
+@pytest.mark.parametrize("backward", ["masked", "ste"])
+def test_a_weight_that_another_module_holds_is_said_to_be_dense_there(backward):
+    """With ste no gradient tells of it later. It is no weight outside of linears."""
+    model = nn.ModuleList([nn.Linear(32, 32), tied()])
+    with pytest.warns(FxMaskWarning, match=r"parameters of other modules, too, where whatever reads them reads them dense: 1\.0 \(as 1\.1\.weight\)\.") as told:
+        fxmask.apply(model, backward=backward)
+    assert len(told) == 1 and notes(model) == []
+
+
+def test_a_weight_that_an_own_parameter_of_the_model_is():
+    model = nn.Linear(32, 32)
+    model.again = model.weight
+    root = nn.Sequential(model, nn.Linear(32, 32))
+    root.own = root[1].weight
+    with pytest.warns(FxMaskWarning, match=r"reads them dense: 1 \(as own\)\."):
+        fxmask.apply(root)
+    assert fxmask.masks(root).keys() == {"0.weight", "1.weight"}
+
+
+@pytest.mark.parametrize("other", ["linear", "excluded", "table", "layer left out"])
+def test_what_has_a_row_or_was_asked_for_by_name_is_no_such_holder(other):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Embedding(32, 32) if other == "table" else nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    options = {"excluded": {"exclude": "1"}, "table": {"include": "0"}, "layer left out": {"overrides": {"0": False}}}
+    fxmask.apply(model, **options.get(other, {}))  # a warning would be an error
 
 
 @pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.LSTMCell])
