@@ -91,7 +91,7 @@ def into(text: str, rows: Sequence[Row]) -> str:
     before, _, rest = text.partition(MARK)
     _, _, after = rest.partition(MARK)
     models = ", ".join(f"{n} of {source}" for source, n in Counter(r["source"] for r in rows).most_common())
-    said = f"{len(rows)} models so far: {models}; {len({(r['source'], r['family']) for r in rows})} families."
+    said = f"{len(rows)} models so far: {models}; {len({(r['source'], r['family']) for r in rows})} families, each source's counted by itself."
     return f"{before}{MARK}\n{said}\n\n{table(made_of(rows))}\n{MARK}{after}"
 
 
