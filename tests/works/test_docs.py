@@ -129,6 +129,21 @@ def test_masks_and_scores_of_ones_own():
     assert ratios(model) == {"fc1": 0.8} and torch.equal(fxmask.masks(model)["fc1.weight"], scores >= best)
 
 
+def test_a_criterion_of_your_own():
+    """Between steps: no warning, the blocks of the highest scores, and the optimiser's state goes on."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scores = {name: torch.arange(m.weight.numel() // 1024).view(-1, 8).float() for name, m in model.named_children() if type(m) is nn.Linear}
+    fxmask.apply(model, ratio=0.0, block=(32, 32), scores=scores)
+    names = {"model": model, "optimizer": optimizer, "handle": fxmask.guard(optimizer, model)}
+    names |= {"scores_of": lambda model: scores, "ratio_at": lambda step: step / 400}
+    for step in (0, 100, 200, 201):
+        names = snippet("docs/masks.md", "if step % 100 == 0:", **{**names, "step": step})
+        train(model, optimizer, seed=step)
+    assert all(torch.equal(mask.flatten().nonzero().flatten(), torch.arange(mask.numel() // 2, mask.numel())) for mask in fxmask.masks(model).values())
+    assert {int(state["step"]) for state in optimizer.state.values()} == {4} and len(names["handle"].policies) == 3
+
+
 def test_saving_and_going_on(tmp_path):
     def made():
         model = fxmask.apply(net(), ratio=0.75, block=(64, 64), refresh=4, schedule=fxmask.Schedule("cubic", steps=8))
