@@ -2,6 +2,7 @@
 
 import csv
 import re
+import statistics
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +104,27 @@ def test_whole_steps_of_a_cpu():
             assert cell == " / ".join(f"{float(r['x_dense']):.2f}" for r in pair) + busy, (name, host, threads)
             said += pair
     assert len(said) == 36
+
+
+def test_where_masks_do_not_pay():
+    """Every cell of 256 tokens and more, and how far the smaller ones are off, on both pages."""
+    cells = {}
+    for r in rows_of("floor.csv", "epyc"):
+        key = tuple(r[k] for k in ("M", "N", "K", "phase", "dtype", "block_n", "ratio", "threads"))
+        cells.setdefault(key, {})[r["provider"]] = r
+    large = [(key[4], by["fxmask_auto"]) for key, by in cells.items() if int(key[0]) >= 256]
+    assert all(float(r["x_masked_dense"]) >= 0.97 for _, r in large)
+    more = {dtype: [] for dtype in ("fp32", "bf16")}
+    for key, by in cells.items():
+        if int(key[0]) < 256:
+            more[key[4]].append(1000 * (float(by["fxmask_auto"]["ms_p50"]) - float(by["masked_dense"]["ms_p50"])))
+    both = sorted(more["fp32"] + more["bf16"])
+    counts = [sum(dtype == of for dtype, _ in large) // 2 for of in more]
+    assert "all of {} cells in float32 and {} in bfloat16 reach 0.97 of it".format(*counts) in PAGE
+    assert f"({len(both)} rows): at most {both[-1]:.0f} us a step more, and {-statistics.median(both):.0f} us less in the median" in PAGE
+    page = (ROOT / "examples/results/README.md").read_text()
+    assert f"all {len(both) // 4} smaller ones of each at most {both[-1]:.0f} us a step over it (float32: {max(more['fp32']):.0f})" in page
+    assert "in float32 {0} of\n{0} cells".format(counts[0]) in page and f"in bfloat16 {counts[1]} of {counts[1]} on either" in page
 
 
 def advice_steps(kept):
