@@ -99,11 +99,18 @@ def _in_regions(model: nn.Module) -> Iterator[tuple[Any, str, nn.Module]]:
             yield from (((id(getattr(traced, "__func__", traced)), alike, name), join(prefix, name), m) for name, m in region.named_modules())
 
 
-def warn_if_dense(model: nn.Module, decisions: list[Decision], left: list[Candidate]) -> None:
-    """Whatever stays dense though a ratio was asked for is named. `left`: weights in no Linear."""
+def lacking(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str:
+    """What a model without any layer of these kinds is told."""
+    none = " and ".join(f"no {'linear' if kind is nn.Linear else kind.__name__}" for kind in kinds)
+    beside = nn.Conv2d not in kinds and any(isinstance(m, nn.Conv2d) for m in model.modules())
+    return f"it has {none}" + " (layers=nn.Conv2d is for its convolutions)" * beside
+
+
+def warn_if_dense(model: nn.Module, decisions: list[Decision], left: list[Candidate], kinds: tuple[type[nn.Module], ...]) -> None:
+    """Whatever stays dense though a ratio was asked for is named. `left`: weights in no Linear; `kinds`: of layers that were looked for."""
     selected = [d for d in decisions if d.config is not None]
     if not selected:
-        none, others = "it has no linear", unsaid(left)
+        none, others = lacking(model, kinds), unsaid(left)
         if is_unflattened(model):
             others = []  # which hold the weights of linears by themselves
             none = "its graphs are those of torch.export.unflatten, which it does not look into; mask the model that was exported, before the export"

@@ -135,7 +135,7 @@ def apply(
     warn_of_graphs(model)
     warn_of_reads(model, decisions)
     warn_of_holders(model, decisions)
-    warn_if_dense(model, decisions, left)
+    warn_if_dense(model, decisions, left, kinds)
     warn_of_outside(left, decisions, given.include(include), exclude)
     inputs.warn_if_none()
     warn_of_regions(model, [d for d in (*decisions, *products) if (id(d) in inputs.wanted if d.candidate.product else d.config is not None)])

@@ -52,6 +52,20 @@ def test_other_layers_are_refused(layers):
         fxmask.allocate(net(), 0.5, layers=layers)
 
 
+@pytest.mark.parametrize(
+    ("layers", "model", "words"),
+    [
+        (None, nn.Conv2d(16, 16, 1), r"it has no linear \(layers=nn\.Conv2d is for its convolutions\)"),
+        (None, nn.ConvTranspose2d(16, 16, 1), "it has no linear"),
+        (nn.Conv2d, nn.ReLU(), "it has no Conv2d"),
+        (BOTH, nn.ReLU(), "it has no linear and no Conv2d"),
+    ],
+)
+def test_a_model_without_such_layers_is_told_so(layers, model, words):
+    with pytest.warns(FxMaskWarning, match=rf"^fxmask\.apply masked nothing: {words}[.;]"):
+        fxmask.apply(nn.Sequential(model), ratio=0.5, layers=layers)
+
+
 class Scaled(nn.Conv2d):
     def forward(self, x):
         return self._conv_forward(x, 2 * self.weight, self.bias)
