@@ -44,9 +44,9 @@ def warn_of_reads(model: nn.Module, decisions: list[Decision]) -> None:
         warn(message(what, fix="call fxmask.apply on the nn.Module instead of its trace, or exclude these."))
 
 
-def warn_of_holders(model: nn.Module, decisions: list[Decision]) -> None:
+def warn_of_holders(model: nn.Module, chosen: Iterable[Decision], decisions: list[Decision]) -> None:
     """Warn where a masked layer's Parameter is also one of a module that is no linear: what reads it there meets the dense weight, and no row says so."""
-    masked = {id(d.candidate.weight): d.candidate.name for d in decisions if d.config is not None and d.candidate.host is None}
+    masked = {id(d.candidate.weight): d.candidate.name for d in chosen if d.candidate.host is None}
     known = {id(d.candidate.module) for d in decisions}  # whatever is done to them has a row
     known |= {id(m) for _, gm in graph_modules(model) for m in gm.modules()}  # they hold what a graph reads, which `warn_of_reads` has seen
     held = [

@@ -134,7 +134,7 @@ def apply(
     decisions = with_budgets(decisions)
     warn_of_graphs(model)
     warn_of_reads(model, decisions)
-    warn_of_holders(model, decisions)
+    warn_of_holders(model, (d for d in decisions if d.config is not None), decisions)
     warn_if_dense(model, decisions, left, kinds)
     warn_of_outside(left, decisions, given.include(include), exclude)
     inputs.warn_if_none()

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..compiler.backend_watch import forget
 from ..decided import mark_decided
-from ..dense_warnings import warn_of_regions
+from ..dense_warnings import warn_of_holders, warn_of_regions
 from ..explaining.layer_rows import LOST, RESIZED, TAKEN, ratios
 from ..inputs import mask_overrides
 from ..kernels.errors import ConfigError, StateError, UnsupportedError, message, warn
@@ -44,6 +44,7 @@ def apply_nm(
     decisions = choose(find_nm(model, kinds), WeightMask(), include, exclude, mask_overrides(overrides, config, True), model)
     chosen = _selected(decisions, config, overrides)
     _check(chosen)
+    warn_of_holders(model, [d for d, _ in chosen], decisions)
     warn_of_regions(model, [d for d, _ in chosen])
     try:
         for d, c in chosen:

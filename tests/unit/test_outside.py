@@ -148,6 +148,12 @@ def test_a_weight_that_an_own_parameter_of_the_model_is():
     assert fxmask.masks(root).keys() == {"0.weight", "1.weight"}
 
 
+def test_so_it_is_with_masks_of_elements():
+    model = nn.ModuleList([nn.Linear(32, 32), tied()])
+    with pytest.warns(FxMaskWarning, match=r"reads them dense: 1\.0 \(as 1\.1\.weight\)\."):
+        fxmask.apply(model, fxmask.NMMask(mode="magnitude"))
+
+
 @pytest.mark.parametrize("other", ["linear", "excluded", "table", "layer left out"])
 def test_what_has_a_row_or_was_asked_for_by_name_is_no_such_holder(other):
     model = nn.Sequential(nn.Linear(32, 32), nn.Embedding(32, 32) if other == "table" else nn.Linear(32, 32))
