@@ -58,7 +58,8 @@ def warn_of_holders(model: nn.Module, chosen: Iterable[Decision], decisions: lis
     ]
     if held:
         what = f"weights of masked layers are parameters of other modules, too, where whatever reads them reads them dense: {first_of(held, 3)}."
-        warn(message(what, fix="let an nn.Linear that shares the weight stand for the other use, whose calls are masked alike; or exclude the layer."))
+        fix = "none is needed where nothing reads them there; else let an nn.Linear that shares the weight stand for the other use, or exclude the layer."
+        warn(message(what, fix=fix))
 
 
 def warn_of_outside(left: list[Candidate], decisions: list[Decision], include: Patterns, exclude: Patterns) -> None:
