@@ -13,6 +13,7 @@ from .kernels.errors import first_of, message, warn
 from .kernels.grid import grid_shape, keep_count, matrix_shape
 from .passes.finding.candidate import Candidate, join
 from .passes.finding.choose import Decision, reasons_of
+from .passes.finding.find import is_table
 from .passes.finding.graph_linears import graph_modules, is_unflattened, weight_reads
 from .passes.finding.outside import elements, unsaid, words
 from .passes.finding.patterns import Patterns, as_patterns, matches_other
@@ -46,13 +47,15 @@ def warn_of_reads(model: nn.Module, decisions: list[Decision]) -> None:
 
 def warn_of_holders(model: nn.Module, chosen: Iterable[Decision], decisions: list[Decision]) -> None:
     """Warn where a masked layer's Parameter is also one of a module that is no linear: what reads it there meets the dense weight, and no row says so."""
-    masked = {id(d.candidate.weight): d.candidate.name for d in chosen if d.candidate.host is None}
+    masked = {id(d.candidate.parameter(model)): d.candidate.name for d in chosen}
     known = {id(d.candidate.module) for d in decisions}  # whatever is done to them has a row
-    known |= {id(m) for _, gm in graph_modules(model) for m in gm.modules()}  # they hold what a graph reads, which `warn_of_reads` has seen
+    graphs = [gm for _, gm in graph_modules(model)]
+    called = {id(m) for gm in graphs for node in gm.graph.find_nodes(op="call_module") for m in _in_call(gm.get_submodule(str(node.target)))}
+    known |= {id(m) for gm in graphs for m in gm.modules()} - called  # what a graph itself reads `warn_of_reads` has seen
     held = [
         f"{masked[id(p)] or 'the model itself'} (as {join(name, key)})"
         for name, m in model.named_modules()
-        if id(m) not in known and not isinstance(m, (nn.Embedding, nn.EmbeddingBag))  # a tie to an embedding is asked for by name
+        if id(m) not in known and not is_table(m)  # a tie to an embedding is asked for by name
         for key, p in m._parameters.items()
         if id(p) in masked
     ]
@@ -60,6 +63,14 @@ def warn_of_holders(model: nn.Module, chosen: Iterable[Decision], decisions: lis
         what = f"weights of masked layers are parameters of other modules, too, where whatever reads them reads them dense: {first_of(held, 3)}."
         fix = "none is needed where nothing reads them there; else let an nn.Linear that shares the weight stand for the other use, or exclude the layer."
         warn(message(what, fix=fix))
+
+
+def _in_call(m: nn.Module) -> Iterator[nn.Module]:
+    """What Python may run in a graph's call of a module: without the graphs in it."""
+    if not isinstance(m, GraphModule):
+        yield m
+        for child in m.children():
+            yield from _in_call(child)
 
 
 def warn_of_outside(left: list[Candidate], decisions: list[Decision], include: Patterns, exclude: Patterns) -> None:

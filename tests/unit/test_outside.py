@@ -154,11 +154,65 @@ def test_so_it_is_with_masks_of_elements():
         fxmask.apply(model, fxmask.NMMask(mode="magnitude"))
 
 
-@pytest.mark.parametrize("other", ["linear", "excluded", "table", "layer left out"])
+class Reading(nn.Module):
+    """Whose forward reads a weight, and not what else holds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.unread = nn.Linear(32, 32), nn.Module()
+        self.unread.weight = self.fc.weight
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.fc.weight)
+
+
+class Calling(torch.fx.Tracer):
+    """Which leaves calls of these modules in a graph."""
+
+    def is_leaf_module(self, m, qualname):
+        return isinstance(m, (Conv1D, torch.fx.GraphModule)) or super().is_leaf_module(m, qualname)
+
+
+def traced(model):
+    return torch.fx.GraphModule(model, Calling().trace(model))
+
+
+def beside():
+    """A graph that masks its own call, and a module outside."""
+    model = nn.Sequential(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(128, 128))), Conv1D())
+    model[1].weight = model[0].get_parameter("0.weight")
+    return model
+
+
+HOLDERS = {"called": lambda: traced(tied()), "called in a graph's graph": lambda: traced(nn.Sequential(traced(tied()))), "beside": beside}
+
+
+@pytest.mark.parametrize("where", HOLDERS)
+def test_a_module_that_a_graph_calls_or_that_stands_beside_it_is_a_holder(where):
+    with pytest.warns(FxMaskWarning, match=r"reads them dense: (0|0\.0) \(as (0\.)?1\.weight\)\."):
+        fxmask.apply(HOLDERS[where]())
+
+
+def test_what_a_graph_itself_reads_and_what_it_leaves_are_no_holders():
+    """A warning would be an error."""
+    fxmask.apply(torch.export.export(Reading(), (torch.randn(2, 32),)).module())
+    inner = torch.fx.symbolic_trace(Reading())
+    model = fxmask.apply(nn.Sequential(traced(nn.Sequential(inner)), nn.Linear(32, 32)))
+    assert fxmask.masks(model).keys() == {"0.0.fc.weight", "1.weight"}
+
+
+class QuantEmbedding(Conv1D):
+    """As quantisation-aware code names it."""
+
+
+TABLES = {"table": nn.Embedding, "table by its name": lambda *shape: QuantEmbedding()}
+
+
+@pytest.mark.parametrize("other", ["linear", "excluded", *TABLES, "layer left out"])
 def test_what_has_a_row_or_was_asked_for_by_name_is_no_such_holder(other):
-    model = nn.Sequential(nn.Linear(32, 32), nn.Embedding(32, 32) if other == "table" else nn.Linear(32, 32))
+    model = nn.Sequential(nn.Linear(32, 32), TABLES.get(other, nn.Linear)(32, 32))
     model[1].weight = model[0].weight
-    options = {"excluded": {"exclude": "1"}, "table": {"include": "0"}, "layer left out": {"overrides": {"0": False}}}
+    options = {"excluded": {"exclude": "1"}, **{table: {"include": "0"} for table in TABLES}, "layer left out": {"overrides": {"0": False}}}
     fxmask.apply(model, **options.get(other, {}))  # a warning would be an error
 
 
