@@ -95,9 +95,9 @@ def parse(given: Mapping[str, Any] | None) -> Options:
         raise ConfigError(f"inductor: expected a dict of Inductor's options, got {given['inductor']!r}.")
     if not isinstance(given.get("require", False), bool):
         as_patterns("require", given["require"])
+    _check_inner(given.get("inner", "inductor"))
     if given.get("inductor") and given.get("inner", "inductor") != "inductor":
         raise ConfigError(f"inductor= with inner={given['inner']!r}: expected one of them.")
-    _check_inner(given.get("inner", "inductor"))
     pruning = _pruning(given.get("activations"))
     passes = given.get("passes", ())
     if not isinstance(passes, (list, tuple)) or not all(isinstance(p, Pass) for p in passes):
@@ -114,7 +114,7 @@ def _check_inner(inner: Any) -> None:
     if callable(inner) or (isinstance(inner, str) and inner == "inductor"):
         return
     known = [name for name in torch._dynamo.list_backends(exclude_tags=()) if name != "fxmask"]
-    if inner not in known:
+    if not isinstance(inner, str) or inner not in known:  # an array has no single truth
         what = f"inner: expected the name of another backend or a function that is one, got {inner!r}{meant(inner, known) or '.'}"
         raise ConfigError(message(what, WHERE, "leave it out: Inductor; torch._dynamo.list_backends(exclude_tags=()) lists the others."))
 

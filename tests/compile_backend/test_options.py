@@ -71,6 +71,8 @@ def test_a_layer_that_is_required_has_to_be_there():
         (dict(inner="inductr"), ConfigError, "inner: expected the name of another backend or a function that is one, got 'inductr'; did you mean 'inductor'?"),
         (dict(inner="fxmask"), ConfigError, "inner: expected the name of another backend or a function that is one, got 'fxmask'."),
         (dict(inner=["eager"]), ConfigError, "function that is one, got ['eager']; did you mean 'eager'?"),
+        (dict(inner=np.array(["eager", "inductor"])), ConfigError, "function that is one, got array(['eager', 'inductor'], dtype="),
+        (dict(inner=np.array(["eager", "inductor"]), inductor={"max_autotune": True}), ConfigError, "function that is one, got array(['eager'"),
         (dict(require=[3]), ConfigError, "require: expected a glob"),
         (dict(passes=3), ConfigError, "passes: expected a list of"),
     ],
