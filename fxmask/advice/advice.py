@@ -62,8 +62,9 @@ def advice_of(
     summary |= {f"at {100 * p.ratio:g} %": _words(p, known) for p in known.plans}
     summary["advice"] = _left_dense(known, target) if plan is None else _call(plan, trial, known, narrowed)
     at = provenance(trial.device)
-    title = f"fxmask.advise: {type(trial.model).__name__} on {at['device']}" + (f", {at['threads']} threads" if at["threads"] else "")
-    out = Advice(f"{title}, {utc()}, {took:.0f} s", rows, [*notes, *_notes(trial, known, part, loads)], summary)
+    threads = f", {at['threads']} thread{'s' * (at['threads'] != '1')}" if at["threads"] else ""
+    title = f"fxmask.advise: {type(trial.model).__name__} on {at['device']}{threads}, {utc()}, {took:.0f} s"
+    out = Advice(title, rows, [*notes, *_notes(trial, known, part, loads)], summary)
     out.plans, out.plan, out.arguments = known.plans, plan, None if plan is None else plan.arguments(trial.refresh, trial.options)
     out.tried = None if plan is None else known.trials.get(plan.ratio)
     out.gain = 1.0 if plan is None else expected(plan, known.trials)

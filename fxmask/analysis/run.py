@@ -145,8 +145,9 @@ def _check(impl: str | None, memory_model: str, dtype: torch.dtype | None, steps
 def _arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args, named = arguments(inputs, kwargs)
     if not any(isinstance(t, Tensor) for t in tree_leaves((args, named))):
-        got = type(inputs).__name__
-        raise ConfigError(f"inputs: expected a tensor, a tuple of arguments or a dict of keyword arguments with at least one tensor in it, got {got}.")
+        shape = isinstance(inputs, (tuple, list)) and bool(inputs) and all(plain_int(n) is not None for n in inputs)
+        got = f"a shape; its tensor is torch.empty({tuple(inputs)}, device='meta')." if shape else f"{type(inputs).__name__}."
+        raise ConfigError(f"inputs: expected a tensor, a tuple of arguments or a dict of keyword arguments with at least one tensor in it, got {got}")
     return args, named
 
 

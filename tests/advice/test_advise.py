@@ -374,6 +374,7 @@ def test_the_command(capsys, tmp_path, monkeypatch):
         torch.set_num_threads(threads)
     out = capsys.readouterr().out
     rows = (tmp_path / "a.csv").read_text().splitlines()
+    assert ", 1 thread, " in out
     assert "64x64" in out and "32x64" in out and rows[0].startswith("layer,") and len(rows) > 2  # what it advises of layers so small is noise
     for option, value, expected in [
         ("--dtype", "int8", "--dtype: expected bfloat16 or float16, got 'int8'"),

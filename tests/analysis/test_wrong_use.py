@@ -86,6 +86,13 @@ def test_what_is_no_input(inputs):
         analyze(net(), inputs)
 
 
+@pytest.mark.parametrize("inputs", [(3, 16), [3, 16], torch.Size((3, 16))], ids=repr)
+def test_a_shape_is_told_which_tensor_it_is(inputs):
+    with pytest.raises(ConfigError, match=r"in it, got a shape; its tensor is torch\.empty\(\(3, 16\), device='meta'\)\."):
+        analyze(net(), inputs)
+    assert analyze(net(), torch.empty((3, 16), device="meta")).rows
+
+
 class Refuses(nn.Module):
     def forward(self, x):
         raise ValueError("an image of another size was expected")
