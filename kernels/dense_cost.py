@@ -61,13 +61,12 @@ def convolution(
     return Cost(found.flop_useful, found.flop_issued, reads, {c: y}, found.reads_min | moved, {c: y})
 
 
-def attention(batch: int, heads: int, q: int, kv: int, d: int, dv: int, itemsize: int, kv_heads: int = 0, extra: int = 0) -> Cost:
+def attention(batch: int, heads: int, q: int, kv: int, d: int, dv: int, itemsize: int, kv_heads: int, extra: int = 0) -> Cost:
     """softmax(Q K^T) V, fused: batch x heads, q queries, kv keys, widths d (of Q and K) and dv (of V); causal masks do not lower the count.
 
     Useful FLOP   2 batch heads q kv (d + dv)
     Requested B   Q once, K and V for every ATTENTION_TILE queries, output once, `extra` bytes (a mask, the log-sum-exp) once
     """
-    kv_heads = kv_heads or heads
     qb, ob = itemsize * batch * heads * q * d, itemsize * batch * heads * q * dv
     kb, vb = itemsize * batch * kv_heads * kv * d, itemsize * batch * kv_heads * kv * dv
     passes = cdiv(q, ATTENTION_TILE) * (heads // kv_heads)
@@ -77,13 +76,12 @@ def attention(batch: int, heads: int, q: int, kv: int, d: int, dv: int, itemsize
     return Cost(flop, flop, reads, {"y": ob}, least, {"y": ob})
 
 
-def attention_backward(batch: int, heads: int, q: int, kv: int, d: int, dv: int, itemsize: int, kv_heads: int = 0, extra: int = 0) -> Cost:
+def attention_backward(batch: int, heads: int, q: int, kv: int, d: int, dv: int, itemsize: int, kv_heads: int, extra: int = 0) -> Cost:
     """Its fused backward: dV, dP, dQ and dK, and S = Q K^T once more, which was not saved.
 
     Useful FLOP   2 batch heads q kv (2 d + 2 dv): twice the forward, the mathematics alone, as for attention that is not fused
     Issued FLOP   with S again: 2.5 times the forward for d = dv
     """
-    kv_heads = kv_heads or heads
     qb, ob = itemsize * batch * heads * q * d, itemsize * batch * heads * q * dv
     kb, vb = itemsize * batch * kv_heads * kv * d, itemsize * batch * kv_heads * kv * dv
     passes = cdiv(kv, ATTENTION_TILE)

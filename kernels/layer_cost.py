@@ -14,8 +14,8 @@ from torch import Tensor
 from . import dense_cost, mask_cost, matmul_cost, pruned_cost
 from .cost import Cost
 from .grid import expand_mask, grid_shape, kept_elements
-from .lists import STEP, listed, skips
-from .triton.tiles import CHUNK, SELECT_MAX, TILE_FEATURES, Tile, best_dw_tile, best_tile, pruned_tiles, splits_of, strip_for, tile_for
+from .lists import listed, skips
+from .triton.tiles import CHUNK, SELECT_MAX, TILE_FEATURES, Tile, best_dw_tile, best_tile, splits_of, strip_for, tile_for
 
 Number = TypeVar("Number", int, float)
 
@@ -70,8 +70,8 @@ def by_lists(
     if op != "dw":
         return matmul_cost.list_matmul(found, tokens, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, predicated=inner, tma=tile.tma)
     lay = found.layout
-    splits = splits or splits_of(tokens, lay.strips * -(-lay.units // max(1, features // lay.unit)))
-    total = matmul_cost.sampled_matmul(found, tokens, item, splits=splits, tile_tokens=min(STEP, tile.step), tile_features=features, whole=whole)
+    splits = splits or splits_of(tokens, lay.strips * -(-lay.units // (features // lay.unit)))
+    total = matmul_cost.sampled_matmul(found, tokens, item, splits=splits, tile_tokens=tile.step, tile_features=features, whole=whole)
     total += matmul_cost.zero_fill(shape, item)
     return total if splits == 1 else total + matmul_cost.sum_splits(shape, block, found.kept, item, splits=splits)
 
@@ -161,16 +161,15 @@ def pruned_dw(
     given: the mask's lists are, and are used where their strips are as wide as the input's blocks; others are made.
     """
     (n, k), item = shape, dtype.itemsize
-    gathered = mask if mask is not None and listed(block) else None
+    gathered = mask if listed(block) else None
     strips, whole = -(-k // features), k // features
     first = min(entries, tokens * whole)
     even = [first // whole + (s < first % whole) for s in range(whole)] + [entries - first] * (strips - whole)
-    tiles = pruned_tiles(n, features, None if gathered is None else (gathered.shape[0], gathered.shape[1]), block)
-    splits = splits_of(entries // strips, tiles * strips)
+    splits = splits_of(entries // strips, -(-n // TILE_FEATURES) * strips)
     lists = None if gathered is None else lists_of(gathered, shape, block, True, features)
     kept = [] if gathered is None else kept_by_strip(gathered, shape, block, features)
     total = pruned_cost.strip_rows(strips * tokens, entries, index_itemsize) + pruned_cost.pruned_matmul(
-        even, min(tokens, entries), shape, features, item, splits=splits, tile_tokens=min(STEP, tile_for(dtype, features, tf32).step), lists=lists, kept=kept
+        even, min(tokens, entries), shape, features, item, splits=splits, tile_tokens=tile_for(dtype, features, tf32).step, lists=lists, kept=kept
     )
     grid, written = grid_shape(shape, block), n * k
     if lists is not None:
@@ -189,5 +188,5 @@ def pruned_dw(
 
 def kept_by_strip(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], features: int) -> list[int]:
     """Elements of W (N, K) that a mask keeps in each strip of `features` columns."""
-    columns = expand_mask(mask.detach().cpu(), shape, block).sum(0)
+    columns = expand_mask(mask.cpu(), shape, block).sum(0)
     return [int(part.sum()) for part in columns.split(features)]

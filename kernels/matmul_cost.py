@@ -40,7 +40,7 @@ class Lists:
 
 def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int | None = None) -> Lists:
     """Exact numbers of a mask bool (NB, KB) of a weight `shape` (N, K). Reads the mask back: on a GPU a host sync."""
-    mask = mask.detach().cpu()
+    mask = mask.cpu()
     lay = layout(grid_shape(shape, block), block, transposed, strip)
     entries, counts, _ = build_lists(mask, lay, transposed)
     m = mask.t() if transposed else mask
@@ -119,7 +119,7 @@ def sampled_matmul(
     The zeros outside kept blocks are `zero_fill`; the sum of the splits is `sum_splits`.
     """
     lay = lists.layout
-    q = max(1, tile_features // lay.unit)
+    q = tile_features // lay.unit
     tiles = lists.steps(q)
     programs = splits * lay.strips * cdiv(lay.units, q)
     widths = (lay.strip if whole else max(0, min(lay.strip, lists.across - s * lay.strip)) for s in range(lay.strips))

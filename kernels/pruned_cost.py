@@ -32,13 +32,12 @@ def pruned_matmul(
     The zeros outside of a mask are `zero_fill`, the sum of the splits `sum_splits`.
     """
     (n, k), strips = shape, len(entries)
+    launched = cdiv(n, TILE_FEATURES)
     if lists is None:
-        launched = cdiv(n, TILE_FEATURES)
         flop = 2 * n * sum(e * min(block, k - s * block) for s, e in enumerate(entries))
         tiles, features, written = [launched] * strips, [n] * strips, n * k
     else:
         q = TILE_FEATURES // lists.layout.unit
-        launched = cdiv(lists.layout.units * lists.layout.unit, TILE_FEATURES)
         tiles, features, written = [cdiv(c, q) for c in lists.counts[:strips]], list(lists.features[:strips]), lists.kept
         flop = 2 * sum(e * of_strip for e, of_strip in zip(entries, kept, strict=True))
     asked = sum(t * e for t, e in zip(tiles, entries, strict=True))

@@ -7,7 +7,7 @@ from typing import Any
 
 import triton
 
-from ..lists import STEP, STRIP, layout
+from ..lists import STRIP, layout
 from .device import divisor
 from .tiles import TOKEN_GROUP, Tile, splits_of
 
@@ -44,7 +44,7 @@ def sampled_matmul_plan(
     strides: of gy's batch, gy, x's batch, x. single: in float32. told: the caller says what is inner. accumulate: onto what is there.
     """
     (m, n, k), (batch_g, stride_g, batch_x, stride_x), lay = sizes, strides, layout(grid, block, False, tile.strip)
-    q, bt = max(1, features // lay.unit), min(STEP, tile.step)
+    q, bt = features // lay.unit, tile.step
     ieee, narrow = single and not tf32, tile.strip < STRIP and tile.stages < 4
     tiles = triton.cdiv(lay.units, q)
     splits = splits or splits_of(m, lay.strips * tiles)

@@ -8,12 +8,12 @@ from torch import Tensor
 import triton
 
 from .. import prune
-from ..lists import LISTED, STEP, layout, listed, unpack
+from ..lists import LISTED, layout, listed, unpack
 from . import device, launch, refresh
 from .device import aligned, divisor, rows_of
 from .masked_dense import zero_masked
 from .pruned_matmul import pruned_matmul_kernel
-from .tiles import TILE_FEATURES, other_strip, pruned_tiles, splits_of, tile_for
+from .tiles import TILE_FEATURES, other_strip, splits_of, tile_for
 
 
 def takes(gy: Tensor, values: Tensor, turned: bool) -> bool:
@@ -46,7 +46,6 @@ def pruned_dw(
     gathered = mask.contiguous() if mask is not None and listed(block) else None
     entries = counts = None
     capacity, unit, col_block = 0, b, b
-    grid = None
     if gathered is not None:
         grid = (gathered.shape[0], gathered.shape[1])
         strip = other_strip(b, block, True)
@@ -55,7 +54,7 @@ def pruned_dw(
         lay = layout(grid, block, True, b)
         entries, counts, _ = unpack(lists, grid, block, True, strip)
         capacity, unit, col_block = lay.capacity, lay.unit, min(lay.row_block, b)
-    tiles = pruned_tiles(n, b, grid, block)
+    tiles = triton.cdiv(n, TILE_FEATURES)  # under a mask, too: a block is a power of two, of at most so many features
     splits = splits or splits_of(slots.numel() // strips, tiles * strips)
     result = (torch.empty if gathered is None else torch.zeros)(n, k, dtype=gy.dtype, device=gy.device)
     target = result if splits == 1 else torch.empty(splits, n, k, dtype=torch.float32, device=gy.device)
@@ -64,7 +63,7 @@ def pruned_dw(
     nm, gm = divisor(n), divisor(gy.stride(0))
     device.launch(
         pruned_matmul_kernel, (tiles * strips, splits), gy, gy, values, target, rows, slots, begins, entries, counts, n // nm, k, gy.stride(0) // gm, capacity,
-        strips, splits, n * k, NM=nm, GM=gm, BN=TILE_FEATURES, BT=min(STEP, tile.step), B=b, MASKED=gathered is not None, COL_BLOCK=col_block, UNIT=unit,
+        strips, splits, n * k, NM=nm, GM=gm, BN=TILE_FEATURES, BT=tile.step, B=b, MASKED=gathered is not None, COL_BLOCK=col_block, UNIT=unit,
         PRECISION="tf32" if tf32 else "ieee", num_warps=warps_of(b), num_stages=2 if ieee else tile.stages,  # as for sampled_matmul
         maxnreg=255,  # else ptxas aims at 128 on sm_80 and sm_100, and spills
     )  # fmt: skip

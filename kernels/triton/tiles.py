@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..lists import STEP, STRIP, layout, strip_of
+from ..lists import STEP, STRIP, strip_of
 
 TOKEN_GROUP = 2048  # tokens whose tiles run together, so that X is read from L2
 MULTIPROCESSORS = 132  # of an H200; other devices have about as many
@@ -110,11 +110,3 @@ def best_dw_tile(
 def splits_of(tokens: int, programs: int) -> int:
     """Shares of the tokens that dW is cut into, so that `programs` programs a share fill the device."""
     return max(1, min(-(-SPLIT_FILL // max(1, programs)), tokens // SPLIT_TOKENS))
-
-
-def pruned_tiles(features: int, block: int, mask_grid: tuple[int, int] | None = None, mask_block: tuple[int, int] = (1, 1)) -> int:
-    """Tiles that a strip of dW from a pruned input has, of `features` out_features or, under a mask of W, of the entries of a list in strips of `block`."""
-    if mask_grid is None:
-        return -(-features // TILE_FEATURES)
-    lay = layout(mask_grid, mask_block, True, block)
-    return -(-lay.units * lay.unit // TILE_FEATURES)
