@@ -85,6 +85,9 @@ def test_bytes_of_attention():
     assert back["bytes_min"] == rows * (4 * q + 4 * kv) + stats  # dY, Q, Y, dQ; K, V, dK, dV
     assert back["flop_executed"] - back["flop"] == 2 * b * h * q * kv * d  # S = Q K^T once more
     said = report.explain(row["node"])
+    masked = analyze(Apply(f), *(torch.randn(b, h, t, d) for t in (q, kv, kv)), torch.zeros(q, kv), phases=("fwd",))
+    (masked,) = (r for r in masked.tables["nodes"] if "attention" in r["op"])
+    assert [masked[c] - row[c] for c in ("bytes_min", "bytes_req")] == [4 * q * kv] * 2
     assert said.index("softmax(Q K^T) V, fused") < said.index("Its fused backward: dV, dP, dQ and dK")
 
 
@@ -293,7 +296,9 @@ def test_lists_of_a_mask_that_is_rewritten_in_place_are_counted_anew(inference):
     with torch.inference_mode(inference):
         mask, found = torch.eye(2) > 0, []
         for _ in range(2):
-            found.append(layer_cost.lists_of(mask, (32, 32), (16, 16), False, 128).kept)
+            lists = layer_cost.lists_of(mask, (32, 32), (16, 16), False, 128)
+            assert (layer_cost.lists_of(mask, (32, 32), (16, 16), False, 128) is lists) == (not inference)  # remembered
+            found.append(lists.kept)
             mask.fill_(True)
     assert found == [512, 1024]
 
@@ -316,13 +321,13 @@ def test_a_product_without_a_result_depends_on_no_byte():
 
 
 def test_attention_whose_queries_share_keys_asks_for_these_again():
-    """8 heads of 256 queries over 2 heads of 300 keys, in tiles of 128: forward each reads K and V twice, backward Q and dY three times."""
-    sizes = 3, 8, 256, 300, 16, 32, 2
-    k, q = 2 * 3 * 2 * 300 * 16, 2 * 3 * 8 * 256 * 16
+    """8 heads of 256 queries over 2 heads of 385 keys, in tiles of 128: forward each reads K and V twice, backward Q and dY four times."""
+    sizes = 3, 8, 256, 385, 16, 32, 2
+    k, q = 2 * 3 * 2 * 385 * 16, 2 * 3 * 8 * 256 * 16
     found, back = dense_cost.attention(*sizes, kv_heads=2), dense_cost.attention_backward(*sizes, kv_heads=2)
     assert found.reads == {"q": q, "k": 2 * 4 * k, "v": 2 * 4 * 2 * k} and found.reads_min == {"q": q, "k": k, "v": 2 * k}
-    assert back.reads == {"dy": 3 * 2 * q, "q": 3 * q, "k": k, "v": 2 * k, "y": 2 * q} and back.writes == {"dq": q, "dk": k, "dv": 2 * k}
-    product = 2 * 3 * 8 * 256 * 300  # of one feature; the backward makes Q K^T once more
+    assert back.reads == {"dy": 4 * 2 * q, "q": 4 * q, "k": k, "v": 2 * k, "y": 2 * q} and back.writes == {"dq": q, "dk": k, "dv": 2 * k}
+    product = 2 * 3 * 8 * 256 * 385  # of one feature; the backward makes Q K^T once more
     assert found.flop_useful == found.flop_issued == product * (16 + 32)
     assert (back.flop_useful, back.flop_issued) == (product * 2 * (16 + 32), product * (3 * 16 + 2 * 32))
 

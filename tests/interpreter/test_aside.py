@@ -87,6 +87,7 @@ def test_only_masked_elements_move(shape, block):
     masked = ~expand_mask(mask, shape, block)
     there, back = (entry.operands for entry in launches)
     assert there["mask"].bytes_read == back["mask"].bytes_read == want.reads["mask"]
+    assert there["mask"].distinct_read == back["mask"].distinct_read == want.reads_min["mask"]
     assert torch.equal(there["first"].reads, masked.long()) and not there["first"].bytes_written
     assert there["first"].bytes_read == want.reads["t"] and there["aside"].bytes_written == want.writes["aside"]
     assert torch.equal(back["first"].writes, masked.long()) and back["aside"].bytes_read == want.reads["t"]

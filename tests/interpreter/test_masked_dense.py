@@ -94,6 +94,7 @@ def test_zeros_are_all_that_is_written(shape, block):
     want = mask_cost.zero_masked(shape, block, int(kept_elements(mask, shape, block)), 4)
     assert {name: o.bytes_written for name, o in entry.operands.items() if o.bytes_written} == {k: v for k, v in want.writes.items() if v}
     assert {name: o.bytes_read for name, o in entry.operands.items() if o.bytes_read} == want.reads
+    assert entry.operands["mask"].distinct_read == want.reads_min["mask"]
 
 
 def test_only_contiguous_rows_are_written():

@@ -237,6 +237,7 @@ def test_selection_of_many_blocks(monkeypatch, kind):
         expected = mask_cost.histogram(n, digit, chunk)
         read, written = ({name: getattr(o, f"bytes_{what}") for name, o in entry.operands.items()} for what in ("read", "written"))
         assert read == expected.reads and written == {"key": 0, "keep": 0} | expected.writes
+        assert {name: o.distinct_read for name, o in entry.operands.items()} == expected.reads_min
     agrees(launches[3], mask_cost.write_mask(n, chunk, kind == "ties"))
 
 
