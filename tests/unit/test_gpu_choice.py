@@ -113,6 +113,39 @@ def test_lists_of_every_forward_take_their_time():
     assert gpu_choice.factor(*case) == pytest.approx(dense / own) and gpu_choice.factor(*case, lists=True) == pytest.approx(dense / (own + gpu_choice.LISTS))
 
 
+def test_what_the_seconds_multiply_by_hand():
+    """1,000 tokens, 200 -> 300, a quarter kept in 16 x 32: three strips of 128 features, of eight blocks each, and eight tiles of 128 tokens."""
+    m, n, k, kept = 1000, 300, 200, 0.25
+    mn, mk, nk, flop = m * n, m * k, n * k, 2 * m * n * k
+    dense = {op: gpu_choice.features(op, m, (n, k), (16, 32), kept, False) for op in ("forward", "dx", "dw")}
+    assert dense == {"forward": (1, flop, 2 * mk, 2 * mn), "dx": (1, flop, 2 * mn, 2 * mk), "dw": (1, flop, 2 * (mn + mk), 2 * nk)}
+    issued = flop * (1 - 0.75**8) * 3 * 128 / 300
+    forward, dw = (gpu_choice.features(op, m, (n, k), (16, 32), kept, True) for op in ("forward", "dw"))
+    assert forward == pytest.approx((1, issued * 132 / 24, (issued + flop * kept) / 128 * 1.8, 2 * mn))
+    assert dw == pytest.approx((1, issued, issued * 2 / 128 * 1.8, 2 * nk))
+    flop = 2 * 100 * 17024 * 4096  # 133 strips fill the device, in tiles of 256 tokens
+    assert gpu_choice.features("forward", 100, (17024, 4096), (128, 128), kept, True) == pytest.approx((1, flop / 4, flop / 4 * 3 / 256, 2 * 100 * 17024))
+    flop = 2 * 2048 * 256 * 4096  # four strips, in tiles of twice 128 features
+    assert gpu_choice.features("dw", 2048, (256, 4096), (64, 64), kept, True) == pytest.approx((1, flop / 4, flop / 4 * (1 / 64 + 1 / 256), 2 * 256 * 4096))
+
+
+@pytest.mark.parametrize(("backward", "whole"), [("masked", ""), ("rigl", ""), ("ste", "dw"), ("unmasked", "dx dw")])
+def test_products_that_a_mode_leaves_whole_take_masked_denses_time(backward, whole):
+    case = 8192, WIDE, BLOCK, 0.1, backward
+    same = [op for op in ("forward", "dx", "dw") if gpu_choice.seconds(op, *case, "triton") == gpu_choice.seconds(op, *case, "masked_dense")]
+    assert same == whole.split()
+
+
+def test_masks_are_built_by_kernels_where_these_run_and_take_the_case(monkeypatch):
+    case = torch.empty(64, 64), BLOCK, "fro", "lowest", False
+    asked = []
+    monkeypatch.setattr(gpu_choice, "triton_ops", lambda: SimpleNamespace(builds=lambda *given: asked.append(given) or len(asked) == 1))
+    for runs, builds in ((True, True), (True, False), (False, False)):
+        monkeypatch.setattr(gpu_choice, "kernels_run", lambda device, runs=runs: runs)
+        assert gpu_choice.builds(*case) is builds
+    assert asked == [case] * 2
+
+
 def test_dx_is_the_forward_of_the_transposed_weight():
     for block in ((128, 16), (32, 64)):
         dx, forward = gpu_choice.features("dx", 4096, (512, 384), block, 0.3, True), gpu_choice.features("forward", 4096, (384, 512), block[::-1], 0.3, True)
@@ -122,6 +155,10 @@ def test_dx_is_the_forward_of_the_transposed_weight():
 def test_a_weight_with_more_units_than_lists_can_name_stays_masked_dense(hopper):
     for units in (UNITS, UNITS + 1):
         assert gpu_choice.takes(CUDA, (16, 16 * units), (16, 16)) == gpu_choice.takes(CUDA, (16 * units, 16), (16, 16)) == (units == UNITS)
+
+
+def test_a_weight_without_elements_stays_masked_dense(hopper):
+    assert [gpu_choice.takes(CUDA, shape, BLOCK) for shape in ((64, 64), (0, 64), (64, 0))] == [True, False, False]
 
 
 def test_what_was_not_recorded_stays_masked_dense(hopper, monkeypatch):
