@@ -15,7 +15,7 @@ import torch
 
 from ..kernels.dispatch import triton_ops
 from ..kernels.lists import STEP, STRIP
-from ..kernels.triton.tiles import Tile, candidates, runs_on, takes_tma, tile_for
+from ..kernels.triton.tiles import TILE_FEATURES, Tile, candidates, runs_on, takes_tma, tile_for
 from . import providers
 from .cells import BLOCKS, Cell, parse_shape
 from .costs import cost_of, triton_cost
@@ -74,7 +74,7 @@ def dw_choices(dtype: torch.dtype, block: tuple[int, int], device: torch.device)
     return [(t, features, splits) for t, features in tiles if _fits(t, features, dtype, device) for splits in SPLITS]
 
 
-def by_splits(splits: int, tile: Tile | None = None, features: int = 0) -> Provider:
+def by_splits(splits: int, tile: Tile | None = None, features: int = TILE_FEATURES) -> Provider:
     """dW with that many shares of the tokens, in a tile or the library's own; 0 shares: the library chooses."""
 
     def prepare(i: Inputs) -> Call:

@@ -103,17 +103,17 @@ def test_dropouts_gradients_are_counted_in_the_splits_that_are_launched(shape, t
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
-@pytest.mark.parametrize("block", [None, (32, 64), (128, 128), (5, 3)], ids=str)
-@pytest.mark.parametrize(("features", "tokens", "dtype"), [(16, 200, FP32), (64, 5000, FP16), (128, 50_000, FP32)])
-def test_a_pruned_dw_is_counted_in_the_passes_that_are_launched(features, tokens, dtype, block, given, launches, counted):
+@pytest.mark.parametrize("block", [None, (16, 64), (128, 128), (5, 3)], ids=str)
+@pytest.mark.parametrize(("features", "tokens", "dtype", "tf32"), [(16, 200, FP32, False), (64, 5000, FP16, False), (128, 50_000, FP32, True)])
+def test_a_pruned_dw_is_counted_in_the_passes_that_are_launched(features, tokens, dtype, tf32, block, given, launches, counted):
     (n, k), item = (1000, 500), dtype.itemsize
     strips, gathered, grid = -(-k // features), block is not None and listed(block), None if block is None else grid_shape((n, k), block)
     entries, mask = tokens * strips // 2, None if block is None else ones((n, k), block)
-    made = layer_cost.pruned_dw(entries, tokens, (n, k), features, dtype, mask, block or (1, 1), given=given)
+    made = layer_cost.pruned_dw(entries, tokens, (n, k), features, dtype, mask, block or (1, 1), given=given, tf32=tf32)
     x = empty(1, entries, features, dtype=dtype), empty(1, entries, dtype=torch.int32), (1, tokens, k)
     lists = empty(fixed_length(grid, block), dtype=torch.int32) if given and gathered else None
     by_strip = tuple(empty(size, dtype=torch.int32) for size in (entries, entries, strips + 1))
-    prune_launch.pruned_dw(empty(1, tokens, n, dtype=dtype), *x, mask if mask is None else mask.to("meta"), block or (1, 1), lists, by_strip=by_strip)
+    prune_launch.pruned_dw(empty(1, tokens, n, dtype=dtype), *x, mask if mask is None else mask.to("meta"), block or (1, 1), lists, tf32, by_strip=by_strip)
     found = {kernel: (grid, constants) for kernel, grid, constants in launches}
     (programs, splits), constants = found["pruned_matmul"]
     assert (counted["pruned_matmul"]["splits"], counted["pruned_matmul"]["tile_tokens"]) == (splits, constants["BT"])
