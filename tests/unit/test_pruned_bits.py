@@ -1,9 +1,11 @@
 """What activation pruning leaves exact has the bits of the dense layer, however its input lies in memory."""
 
 import copy
+import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from resmlp import PRESETS, Affine, Block
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -11,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fxmask
 from fxmask import ActivationPruning, WeightMask
+from fxmask.kernels import dense_linear
 
 INPUTS = {
     "rows": lambda make: make(3, 20, 48),
@@ -43,6 +46,17 @@ def test_y_dx_and_db(layout, dtype, bias):
         found.append((y, leaf.grad, model.bias.grad if bias else y))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert not torch.equal(dense.weight.grad, pruned.weight.grad)
+
+
+def test_dx_of_inputs_that_lie_otherwise_in_many_sizes():
+    """In which sizes the two products differ in a bit is the machine's."""
+    torch.manual_seed(0)
+    layouts = {"matrix": lambda m, k: torch.randn(k, m).t(), "sample": lambda m, k: torch.randn(1, k, m).mT, "samples": lambda m, k: torch.randn(2, k, m).mT}
+    for (name, make), n, k, m in itertools.product(layouts.items(), (1, 3, 8, 64), (2, 5, 16), (3, 7, 16, 33)):
+        x, w = make(m, k).requires_grad_(), torch.randn(n, k, requires_grad=True)
+        gy = torch.randn(*x.shape[:-1], n)
+        F.linear(x, w).backward(gy)
+        assert torch.equal(x.grad, dense_linear.dx(gy, w.detach(), dense_linear.has_rows_inside(x))), (name, n, k, m)
 
 
 def test_dx_of_a_turned_matrix_that_is_a_part_of_a_wider_one():

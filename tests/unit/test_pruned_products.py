@@ -14,6 +14,7 @@ from unit.pruned_models import grads, pruned_input, saved_bytes
 
 import fxmask
 from fxmask import ActivationPruning, Schedule, WeightMask
+from fxmask.errors import ShapeError, UnsupportedError
 from fxmask.kernels import prune, scale_ops
 from fxmask.pruning import PrunedProduct
 
@@ -108,6 +109,35 @@ def test_the_ops_are_sound(shift):
     torch.library.opcheck(torch.ops.fxmask.pruned_scale.default, (torch.randn(2, 48, 5).transpose(1, 2), a, None, 16, 6, True))
     _, values, index = scale_ops.pruned_scale(x.detach(), a.detach(), None, 16, 6, False)
     torch.library.opcheck(torch.ops.fxmask.pruned_scale_da.default, (torch.randn(2, 5, 48), values, index, [2, 5, 48], False, [48]))
+    gy, turned = torch.randn(2, 5, 48), torch.randn(2, 48, 5).transpose(1, 2)
+    _, values, index = scale_ops.pruned_scale(turned, a.detach(), None, 16, 6, True)
+    torch.library.opcheck(torch.ops.fxmask.pruned_scale_da.default, (gy, values, index, [2, 5, 48], True, [2, 5, 48]))
+    assert scale_ops.pruned_scale_da(gy, values, index, [2, 5, 48], True, [2, 5, 48]).is_contiguous()
+    with pytest.raises(ShapeError, match=r"gy: expected the shape of the input, \(2, 5, 48\), got \(5, 2, 48\)"):
+        scale_ops.pruned_scale_da(gy.transpose(0, 1), values, index, [2, 5, 48], True, [48])
+
+
+def test_what_the_op_takes_and_what_has_a_gradient():
+    x, a = torch.randn(5, 48, requires_grad=True), torch.randn(48, requires_grad=True)
+    y, values, index = scale_ops.pruned_scale(x, a, None, 16, 2, False)
+    assert [t.requires_grad for t in (y, values, index)] == [True, False, False]
+    others = {"larger b": (x, a, torch.randn(2, 5, 48)), "larger a": (x, torch.randn(2, 1, 48), None), "integers": (x.detach().int(), a, a)}
+    for x, a, b in others.values():
+        assert not scale_ops.fits(x, a, b)
+        with pytest.raises(ShapeError, match="a pruned product: expected a floating x that has its result's shape, got"):
+            scale_ops.pruned_scale(x, a, b, 16, 2, False)
+
+
+def test_forward_mode_is_refused():
+    x, a = torch.randn(5, 48), torch.randn(48)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(UnsupportedError, match="forward-mode"):
+        scale_ops.pruned_scale(torch.autograd.forward_ad.make_dual(x, x), a, None, 16, 2, False)
+
+
+def test_what_stays_dense_says_nothing_in_a_graph():
+    x, a = torch.randn(5, 1), torch.randn(48)
+    compiled = torch.compile(lambda x: scale_ops.scale(x, a, None, 16, 0.5), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), x * a)
 
 
 def test_blocks_lie_along_the_axis_of_stride_one():
