@@ -78,4 +78,4 @@ def moves_by_grad(optimizer: Optimizer) -> bool:
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # Muon and Adafactor name the package itself

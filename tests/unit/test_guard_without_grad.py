@@ -119,6 +119,24 @@ def test_freeze(make, refresh):
         assert all(torch.equal(before[name], now) for name, now in masked_parts(model, lambda w: w).items())
 
 
+@pytest.mark.parametrize("make", [lambda p: optim.Muon([q for q in p if q.ndim == 2]), optim.Adafactor, optim.AdamW], ids=["Muon", "Adafactor", "AdamW"])
+def test_pytorchs_own_leave_a_layer_that_rests_alone(make):
+    """Nothing of it is kept, and blocks that have just been masked keep their momenta until the layer steps again."""
+    model, optimiser = build(make, schedule=fxmask.Schedule("linear", steps=2))
+    handle = fxmask.guard(optimiser, model)
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimiser.step()
+    before = copy.deepcopy(optimiser.state_dict()["state"])
+    held, seen = handle._held.guarded, []
+    optimiser.register_step_pre_hook(lambda *_: seen.append([g.copied for g in held]))
+    model.zero_grad()
+    model[2](torch.randn(4, model[2].in_features)).square().mean().backward()
+    optimiser.step()
+    after = optimiser.state_dict()["state"]
+    assert seen == [[False, True]] and not fxmask.masks(model)["0.weight"].all()
+    assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(after[0][k])) for k, v in before[0].items())
+
+
 def test_a_momentum_that_a_step_without_grad_makes_begins_anew():
     model, optimiser = build(MainGrad, refresh=0)
     fxmask.guard(optimiser, model)
