@@ -66,7 +66,7 @@ def check_entry(name: str, site: Site, entry: dict[str, Any]) -> None:
         raise StateError(message(what, name, fix))
     mask, then = entry["mask"], _then(site, entry)
     grid = grid_shape(site._fxmask_shape, then.block)
-    if (mask is None) == then.cached or (isinstance(mask, torch.Tensor) and tuple(mask.shape) != grid):
+    if then.cached and (mask is None or (isinstance(mask, torch.Tensor) and tuple(mask.shape) != grid)):
         got = None if mask is None else tuple(mask.shape)
         raise StateError(message(f"the saved mask is of another shape: expected {grid}, got {got}.", name, "load the state of this architecture."))
     shape = site._fxmask_shape

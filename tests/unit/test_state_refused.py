@@ -157,10 +157,13 @@ def test_a_score_that_was_changed(value):
     refused(masked(refresh=2, average=0.5), state, r"(?s)score: expected torch.float32 \(4, 6\).*2\.weight")
 
 
-def test_flips_of_a_mask_that_each_forward_builds():
+@pytest.mark.parametrize(
+    ("key", "value", "kind"), [("flips", torch.tensor(0), "Tensor"), ("mask", torch.ones(4, 6, dtype=torch.bool), "Tensor"), ("mask", "x", "str")]
+)
+def test_what_a_mask_that_each_forward_builds_does_not_have(key, value, kind):
     state = fxmask.state_dict(stepped(refresh=1))
-    state["masks"]["2.weight"]["flips"] = torch.tensor(0)
-    refused(masked(refresh=1), state, r"(?s)flips: expected None, because each forward builds the mask, got Tensor.*2\.weight")
+    state["masks"]["2.weight"][key] = value
+    refused(masked(refresh=1), state, rf"(?s){key}: expected None, because each forward builds the mask, got {kind}.*2\.weight")
 
 
 def test_a_mask_that_keeps_another_number_of_blocks():
