@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .reference import rows
+from .reference import product_of_rows, rows
 
 
 def forward(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -16,8 +16,7 @@ def forward(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """
     if x.dim() < 3 or (bias is not None and x.is_contiguous()):
         return F.linear(x, w, bias).contiguous()
-    y = torch.mm(rows(x), w.t())
-    return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], w.shape[0])
+    return product_of_rows(x, w, bias)
 
 
 def has_rows_inside(x: Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .errors import ConfigError
 from .grid import expand_mask, grid_shape
-from .reference import rows
+from .reference import product, rows
 from .score import mix
 
 BITS = 30  # of a block's random number
@@ -57,7 +57,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block: tuple
 
 def dx(gy: Tensor, w: Tensor, keep: Tensor, block: tuple[int, int], p: float, lists: Tensor | None = None) -> Tensor:
     """dX, (..., K)."""
-    return drop(torch.matmul(gy, w), keep, block, p)
+    return drop(product(gy, w.t()), keep, block, p)
 
 
 def dw(gy: Tensor, x: Tensor, keep: Tensor, block: tuple[int, int], p: float, lists: Tensor | None = None) -> Tensor:

@@ -25,6 +25,7 @@ from .score import block_keys
 from .select import select_blocks
 
 MODES = ("masked", "ste", "unmasked", "rigl")
+FEW = 32  # tokens side by side, of fewer than which products batch by batch take up to 60 times as long as one of all tokens
 
 
 def block_index(
@@ -49,6 +50,22 @@ def rows(t: Tensor) -> Tensor:
     return t.reshape(tokens(t), t.shape[-1])
 
 
+def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias, (..., N), contiguous, of any strides of x.
+
+    Below autograd, where nothing needs a gradient, PyTorch multiplies batches of strided rows one by one.
+    """
+    if x.dim() > 2 and x.shape[-2] < FEW and not x.is_contiguous():
+        return product_of_rows(x, w, bias)
+    return F.linear(x, w, bias).contiguous()
+
+
+def product_of_rows(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """The same by one product of all rows, with the bits that F.linear has above autograd."""
+    y = torch.mm(rows(x), w.t())
+    return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], w.shape[0])
+
+
 Masking = Callable[[Tensor, Tensor, tuple[int, int]], Tensor]  # W∘M of a weight, its mask and the block; below it may be another form's
 
 
@@ -68,14 +85,14 @@ def masked_linear(
     x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], lists: Tensor | None = None, by: Masking = masked
 ) -> Tensor:
     """y = x (W∘M)^T + bias, (..., N), contiguous. `lists`, here and below, serve kernels that skip blocks."""
-    return F.linear(x, by(w, mask, block), bias).contiguous()
+    return product(x, by(w, mask, block), bias)
 
 
 def masked_linear_dx(
     gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int], backward: str, lists: Tensor | None = None, by: Masking = masked
 ) -> Tensor:
     """dX = dY (W∘M), or dY W in mode `unmasked`; (..., K)."""
-    return torch.matmul(gy, w if backward == "unmasked" else by(w, mask, block)).contiguous()
+    return product(gy, (w if backward == "unmasked" else by(w, mask, block)).t())
 
 
 def masked_linear_dw(

@@ -6,14 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sample_models import Residual
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from unit.test_ops import BLOCK, CASES
 from unit.test_ops import tensors as tensors
 
 import fxmask
 from fxmask.errors import ShapeError, UnsupportedError
-from fxmask.kernels import joint, ops, reference
-from fxmask.kernels.cpu import chosen, deciding, implementation
+from fxmask.kernels import dropout, joint, ops, reference
+from fxmask.kernels.cpu import chosen, deciding, implementation, masked_dense
 from fxmask.kernels.cpu.plans import BY_NAME, Case
 from fxmask.kernels.grid import kept_elements
 
@@ -271,6 +272,45 @@ def test_a_layer_that_keeps_every_block_has_the_bits_of_a_dense_one(monkeypatch)
     for y in (F.linear(x, w, b), ops.masked_linear(x, w, b, torch.ones(9, 13, dtype=torch.bool), 16, 16, "masked", None, "cpu")):
         found.append([y, *torch.autograd.grad(y.square().sum(), (x, w, b))])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("impl", ["cpu", "auto", "reference"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize(("batch", "channels", "tokens", "out"), [(3, 5, 196, 196), (2, 5, 16, 196), (4, 2, 33, 17)])
+def test_so_has_one_that_mixes_tokens(batch, channels, tokens, out, bias, impl):
+    torch.manual_seed(0)
+    x, gy = torch.randn(batch, tokens, channels, requires_grad=True), torch.randn(batch, out, channels).transpose(1, 2)
+    w, b = torch.randn(out, tokens, requires_grad=True), torch.randn(out, requires_grad=True)
+    mask, found, wanted = torch.ones(-(-out // 16), -(-tokens // 16), dtype=torch.bool), [], (x, w, b) if bias else (x, w)
+    for run in (F.linear, lambda x, w, b: ops.masked_linear(x, w, b, mask, 16, 16, "masked", None, impl)):
+        y = run(x.transpose(1, 2), w, b if bias else None)
+        found.append([y, *torch.autograd.grad(y, wanted, gy)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_few_tokens_side_by_side_are_one_product():
+    """Batch by batch, seven channels of 196 tokens took 30 times as long as the dense layer."""
+    x, gy, w, mask = torch.randn(4, 64, 7).transpose(1, 2), torch.randn(4, 48, 7).transpose(1, 2), torch.randn(48, 64), torch.ones(3, 4, dtype=torch.bool)
+    block, dropped = (16, 16), torch.ones(2, 4, dtype=torch.bool)
+    with Ops() as ran:
+        made = [form.masked_linear(x, w, None, mask, block) for form in (reference, masked_dense)]
+        made += [form.masked_linear_dx(gy, w, mask, block, mode) for form in (reference, masked_dense) for mode in ("masked", "unmasked")]
+        made += [masked_dense.masked_linear_backward(gy, x, w, mask, block)[0], dropout.dx(gy, w, dropped, block, 0.0)]
+    assert torch.ops.aten.bmm.default not in ran.seen and torch.ops.aten.mm.default in ran.seen
+    y, gx = F.linear(x.contiguous(), w), gy.contiguous() @ w
+    assert all(t.is_contiguous() for t in made)
+    for t in made:
+        torch.testing.assert_close(t, y if t.shape == y.shape else gx)
 
 
 def test_a_gradient_that_is_wanted_whole_is_a_dense_one(monkeypatch):
