@@ -25,5 +25,8 @@ def at_least(name: str, value: object, low: int, counts: str = "optimiser steps"
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether this is a finite real number, NumPy's among them; True and False are none."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether this is a finite real number, NumPy's among them; True and False are none, nor are numbers that no float can hold."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
