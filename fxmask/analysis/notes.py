@@ -106,7 +106,7 @@ def _of_rebuilds(recording: Recording, impl: str | None) -> Iterator[str]:
         if p is None or c.refresh <= 1 or c.remembers:
             continue
         shape, triton = matrix_shape(p.shape), implementation(c.impl, Target(impl=impl or "")) == "triton" and not isinstance(site, nn.Conv2d)
-        cost = layer_cost.block_index(shape, c.block, recording.size(p) // p.numel(), triton)
+        cost = layer_cost.block_index(shape, c.block, recording.size(p) // max(1, p.numel()), triton)
         moved.setdefault(c.refresh, []).append((cost + layer_cost.strip_lists(shape, c.block) if triton else cost).bytes_min)
     for every, each in sorted(moved.items()):
         total = sum(each) / 1e6

@@ -207,6 +207,15 @@ def test_rebuilds_of_cached_masks_are_named():
     assert number(r"a rebuild moves ([\d.]+) MB", plain) < each, "no lists"
 
 
+def test_a_cached_mask_of_no_weight_element_has_words():
+    layer = nn.Linear(64, 64)
+    layer.weight, layer.bias = nn.Parameter(torch.empty(0, 64)), nn.Parameter(torch.empty(0))
+    model = fxmask.apply(nn.Sequential(layer), refresh=10, include=["0"])
+    line = said(fxmask.analyze(model, torch.empty(8, 64), device=H100), "rebuilt every 10 steps")
+    assert number(r"a rebuild moves ([\d.e-]+) MB", line) < 1e-4, "lists alone"
+
+
+
 def test_dense_models_have_their_own_words():
     for name in ("s12", "tiny"):
         report = _known.setdefault(name, analyze(name))
