@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ class Form:
         tokens = t.shape[:-1].numel()
         if not tokens * shape[0] * shape[1]:
             return MASKED_DENSE
-        case = Case(op, tokens, (shape[0], shape[1]), block, float(mask.count_nonzero()) / mask.numel(), t.dtype)
+        case = Case(op, tokens, (shape[0], shape[1]), block, float(mask.count_nonzero()) / mask.numel(), t.dtype, t.shape[1:-1].numel())
         if case.density == 1:  # nothing to skip, and a ratio of 0 is the dense layer to the bit
             return MASKED_DENSE
         return deciding.choose(case, self.forced, timed)
@@ -43,7 +45,7 @@ class Form:
                 return masked_dense.masked_linear(x, w, bias, mask, block)
             return implementation.masked_linear(x, w, bias, mask, block, plan)
 
-        return run(self._plan("forward", x, w.shape, mask, block, lambda p, n: lambda: run(p, reference.rows(x)[:n])), x)
+        return run(self._plan("forward", x, w.shape, mask, block, lambda p, n: partial(run, p, _first(n, x))), x)
 
     def masked_linear_dx(self, gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int], backward: str, lists: Tensor | None = None) -> Tensor:
         """See `reference.masked_linear_dx`."""
@@ -55,7 +57,7 @@ class Form:
                 return masked_dense.masked_linear_dx(gy, w, mask, block, backward)
             return implementation.masked_linear_dx(gy, w, mask, block, plan)
 
-        return run(self._plan("dx", gy, w.shape, mask, block, lambda p, n: lambda: run(p, reference.rows(gy)[:n])), gy)
+        return run(self._plan("dx", gy, w.shape, mask, block, lambda p, n: partial(run, p, _first(n, gy))), gy)
 
     def masked_linear_dw(
         self, gy: Tensor, x: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str, lists: Tensor | None = None
@@ -70,7 +72,7 @@ class Form:
                 return masked_dense.masked_linear_dw(gy, x, mask, dense, block, backward)
             return implementation.backward(gy, x, None, wanted, block, plan)[1]
 
-        plan = self._plan("dw", gy, (gy.shape[-1], x.shape[-1]), wanted, block, lambda p, n: lambda: run(p, *_first(n, gy, x)))
+        plan = self._plan("dw", gy, (gy.shape[-1], x.shape[-1]), wanted, block, lambda p, n: partial(run, p, _first(n, gy), _first(n, x)))
         return run(plan, gy, x)
 
     def masked_linear_backward(
@@ -88,12 +90,14 @@ class Form:
             assert dx is not None  # w was given
             return dx, dw
 
-        plan = self._plan("backward", gy, w.shape, mask, block, lambda p, n: lambda: run(p, *_first(n, gy, x)))
+        plan = self._plan("backward", gy, w.shape, mask, block, lambda p, n: partial(run, p, _first(n, gy), _first(n, x)))
         return run(plan, gy, x)
 
 
-def _first(tokens: int, gy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    return reference.rows(gy)[:tokens], reference.rows(x)[:tokens]
+def _first(tokens: int, t: Tensor) -> Tensor:
+    """The first tokens of (..., K), as they lie in memory: a copy of all would take longer than what is to be timed."""
+    together = t.shape[1:-1].numel()
+    return t[: tokens // together] if t.dim() > 2 and together <= tokens else reference.rows(t[0] if t.dim() > 2 else t)[:tokens]
 
 
 AUTO, FORCED = Form(forced=False), Form(forced=True)

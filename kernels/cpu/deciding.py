@@ -77,11 +77,12 @@ def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: 
 
 
 def sample(case: Case, names: Sequence[str], threads: int) -> int:
-    """Tokens to time plans on: as many as the tune's time is likely to suffice for, and no fewer than give each thread its range."""
+    """Tokens to time plans on: as many as the tune's time is likely to suffice for, no fewer than give each thread its range, and whole samples."""
     tokens = min(case.tokens, SAMPLE)
     likely = tune.TURNS * sum(seconds(BY_NAME[n], case._replace(tokens=tokens)) for n in names) / threads
     few = int(tokens * tune.OVER * tune.BUDGET / likely) if likely else tokens
-    return min(tokens, max(few, pool.LEAST * threads))
+    enough = min(tokens, max(few, pool.LEAST * threads))
+    return enough + -enough % case.together if case.together <= enough else enough
 
 
 def of(case: Case, forced: bool) -> tune.Choice | None:

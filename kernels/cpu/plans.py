@@ -49,6 +49,7 @@ class Case(NamedTuple):
     block: tuple[int, int]
     density: float
     dtype: torch.dtype
+    together: int = 1  # tokens of one sample
 
 
 MASKED_DENSE = Plan("masked_dense")

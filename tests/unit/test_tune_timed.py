@@ -1,6 +1,7 @@
 """When the measured tune times what: busy machines, its budget, samples of large layers, and cases that are too small."""
 
 import json
+import math
 import os
 import threading
 import time
@@ -10,7 +11,7 @@ import torch
 from unit.tuned import BLOCK, MASK, REAL, W, X, a_table, forward  # noqa: F401  (a_table is a fixture)
 
 from fxmask.kernels import ops, tune
-from fxmask.kernels.cpu import chosen, deciding
+from fxmask.kernels.cpu import chosen, deciding, pool
 from fxmask.kernels.cpu.plans import BY_NAME, Case, plans
 
 
@@ -135,6 +136,23 @@ def test_a_tune_runs_over_the_sample_alone(table, monkeypatch):
     forward("cpu")
     assert set(seen[:-1]) == {257} and seen[-1] == 600 and [c.tokens for c in deciding.decisions.values()] == [257]
     assert json.loads(table.files()[0].read_text())["tokens"] == 257
+
+
+@pytest.mark.parametrize(
+    ("lead", "timed"), [((6, 100), (3, 100)), ((4, 2, 100), (2, 2, 100)), ((2, 600), (257,)), ((2, 2, 300), (257,)), ((600,), (257,)), ((), (1,))]
+)
+def test_a_sample_lies_as_the_tokens_do(table, monkeypatch, lead, timed):
+    """Whole samples, and none of them copied: copies of all tokens took longer than the plans that were to be told apart, so that none of them won."""
+    monkeypatch.setattr(deciding, "SAMPLE", 257)
+    monkeypatch.setattr(pool, "LEAST", 1)
+    x, seen = torch.randn(*lead[:-1], 64, *lead[-1:]).transpose(-1, -2) if lead[1:] else torch.randn(*lead, 64), []
+    for form in (chosen.implementation, chosen.masked_dense):
+        real = form.masked_linear
+        monkeypatch.setattr(form, "masked_linear", lambda x, *rest, real=real: (seen.append(x), real(x, *rest))[1])
+    chosen.AUTO.masked_linear(x, W, None, MASK, BLOCK)
+    ran = seen.pop()
+    assert ran is x and {tuple(t.shape) for t in seen} == {(*timed, 64)} and [c.tokens for c in deciding.decisions.values()] == [math.prod(timed)]
+    assert len(timed) == 1 or all(t.stride() == x.stride() and t.data_ptr() == x.data_ptr() for t in seen)
 
 
 @pytest.mark.parametrize(("share", "wins"), [(0.97, "rows-512"), (0.99, "masked_dense")])
