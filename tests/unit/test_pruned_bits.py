@@ -48,15 +48,21 @@ def test_y_dx_and_db(layout, dtype, bias):
     assert not torch.equal(dense.weight.grad, pruned.weight.grad)
 
 
-def test_dx_of_inputs_that_lie_otherwise_in_many_sizes():
-    """In which sizes the two products differ in a bit is the machine's."""
+def test_bits_of_inputs_that_lie_otherwise_in_many_sizes():
+    """In which sizes two products, or sums, differ in a bit is the machine's."""
     torch.manual_seed(0)
-    layouts = {"matrix": lambda m, k: torch.randn(k, m).t(), "sample": lambda m, k: torch.randn(1, k, m).mT, "samples": lambda m, k: torch.randn(2, k, m).mT}
-    for (name, make), n, k, m in itertools.product(layouts.items(), (1, 3, 8, 64), (2, 5, 16), (3, 7, 16, 33)):
-        x, w = make(m, k).requires_grad_(), torch.randn(n, k, requires_grad=True)
-        gy = torch.randn(*x.shape[:-1], n)
-        F.linear(x, w).backward(gy)
-        assert torch.equal(x.grad, dense_linear.dx(gy, w.detach(), dense_linear.has_rows_inside(x))), (name, n, k, m)
+    layouts = {
+        "rows": lambda m, k: torch.randn(2, m, k), "matrix": lambda m, k: torch.randn(k, m).t(), "part": lambda m, k: torch.randn(k, m + 1).t()[:m],
+        "sample": lambda m, k: torch.randn(1, k, m).mT, "samples": lambda m, k: torch.randn(2, k, m).mT,
+    }  # fmt: skip
+    for (name, make), n, k, m, biased, turned in itertools.product(layouts.items(), (1, 3, 8, 64), (1, 2, 5, 16), (1, 3, 7, 16, 33), *[(False, True)] * 2):
+        x, w, bias = make(m, k).requires_grad_(), torch.randn(n, k, requires_grad=True), torch.randn(n, requires_grad=True) if biased else None
+        y = F.linear(x, w, bias)
+        gy = torch.randn_like(y).mT.contiguous().mT if turned else torch.randn(y.shape)
+        y.backward(gy)
+        assert torch.equal(y, dense_linear.forward(x.detach(), w.detach(), bias.detach() if biased else None)), (name, n, k, m, biased)
+        assert torch.equal(x.grad, dense_linear.dx(gy, w.detach(), dense_linear.has_rows_inside(x))), (name, n, k, m, biased, turned)
+        assert not biased or torch.equal(bias.grad, dense_linear.db(gy, x.is_contiguous())), (name, n, k, m, turned)
 
 
 def test_dx_of_a_turned_matrix_that_is_a_part_of_a_wider_one():
