@@ -1,6 +1,7 @@
 """Masked convolutions against loops: the weight as a matrix, exactly k blocks of it, the convolution itself, and the gradients of every mode."""
 
 import copy
+from itertools import permutations, product
 from math import ceil
 
 import pytest
@@ -160,3 +161,39 @@ def test_patches_of_1x1_are_views():
     x = torch.randn(2, 3, 8, 7)
     for image in (x, x.to(memory_format=torch.channels_last)):
         assert conv.patches(image, (1, 1), (1, 1))[0].data_ptr() == image.data_ptr()
+
+
+@pytest.mark.parametrize(("value", "found"), [(2, (2, 2)), ((2,), (2, 2)), ([2], (2, 2)), ((2, 3), (2, 3)), ([2, 3], (2, 3))])
+def test_options_are_read_as_a_convolution_reads_them(value, found):
+    assert conv.pair(value) == found
+    x, w = torch.randn(1, 1, 9, 9), torch.randn(1, 1, 2, 2)
+    assert torch.equal(torch.conv2d(x, w, stride=value), torch.conv2d(x, w, stride=found))
+
+
+def test_an_image_fits_that_a_convolution_takes():
+    w = torch.randn(2, 3, 2, 4)
+    for shape in [(1, 3, 2, 4), (3, 2, 4), (3, 3, 5), (3, 1, 4), (3, 2, 3), (2, 2, 4), (4, 2, 4), (5, 4, 2, 4), (5, 2, 2, 4), (2, 4), (1, 1, 3, 2, 4)]:
+        x = torch.randn(shape)
+        try:
+            torch.conv2d(x, w)
+        except RuntimeError:
+            assert not conv.fits(x, w)
+        else:
+            assert conv.fits(x, w)
+
+
+def test_channels_lie_inside_where_pytorch_says_so():
+    """By the memory format that a pooling gives, of all orders of the axes, some expanded; but for one number a sample, in which nothing tells formats."""
+    for shape in product((0, 1, 2), (1, 2, 3), (1, 2), (1, 3)):
+        formats = [torch.empty(shape, memory_format=f).stride() for f in (torch.contiguous_format, torch.channels_last)]
+        if formats[0] == formats[1]:
+            continue
+        for order, expanded in product(permutations(range(4)), (None, 0, 1, 2, 3)):
+            strides, step = [0] * 4, 1
+            for axis in order:
+                strides[axis], step = (0, step) if axis == expanded else (step, step * max(1, shape[axis]))
+            t = torch.empty_strided(shape, strides)
+            if t.numel():
+                assert conv.is_channels_last(t) == (torch.max_pool2d(t, 1).stride() == formats[1]), (shape, strides)
+            else:
+                assert not conv.is_channels_last(t)

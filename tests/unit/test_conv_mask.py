@@ -185,6 +185,16 @@ def test_the_bits_of_a_dense_copy_and_none_of_a_masked_element(impl, last):
     assert torch.equal(model(x), found[0])
 
 
+def test_patches_that_fit_are_multiplied_by_the_implementation_that_was_asked_for(monkeypatch):
+    dense, called = nn.Sequential(nn.Conv2d(32, 48, 2, 2)), []
+    model = masked(nn.Conv2d, dense, impl="cpu")
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", lambda m, x, *_: called.append(x.shape))
+    for shape, others in (((2, 32, 4, 5), 0), ((32, 2, 2), 0), ((2, 32, 1, 5), 1), ((2, 31, 4, 4), 1)):
+        called.clear()
+        model(torch.randn(shape))
+        assert len(called) == others
+
+
 @pytest.mark.parametrize("kernel", [1, 2])
 @pytest.mark.parametrize("shape", [(1, 32, 9, 7), (2, 32, 9, 7), (32, 9, 7), (2, 32, 2, 2), (1, 32, 3, 2), (2, 32, 1, 2)])
 def test_patches_have_the_strides_of_pytorchs_convolution(kernel, shape):
@@ -288,4 +298,7 @@ def test_a_graft_has_the_value_of_one_and_the_gradient_of_the_other():
     assert a.grad is None and b.grad.tolist() == [1.0, torch.inf, 3.0]
     y, t = torch.func.jvp(lambda b: graft(a, b * torch.tensor([1.0, torch.inf, 3.0])), (b,), (torch.ones(3),))
     assert torch.equal(y, a) and (t[0], t[2]) == (1, 3)  # by the plain form, which gives what is not finite no gradient
+    assert not torch.func.grad(lambda a: graft(a, b.detach()).sum())(a.detach()).any()
     torch.library.opcheck(torch.ops.fxmask.graft.default, (a.detach(), b))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(UnsupportedError, match="forward-mode"):
+        torch.ops.fxmask.graft(torch.autograd.forward_ad.make_dual(a.detach(), b.detach()), b.detach())

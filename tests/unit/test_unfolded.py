@@ -1,6 +1,8 @@
 """A convolution as a product with the unfolded input: the numbers of PyTorch's own, masks included."""
 
 import copy
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 
 import fxmask
 from fxmask.kernels import unfolded
+from fxmask.kernels.grid import expand_mask
 
 CASES = {
     "3x3": dict(kernel_size=3),
@@ -61,6 +64,14 @@ def test_the_product_gets_a_matrix_and_tokens():
     assert seen == [((2, 30, 36), (16, 36))] and ((matrix.reshape(16, 9, 4) != 0).sum(2) == 2).all()
 
 
+def test_what_is_a_matrix_already_reaches_the_product_as_it_is():
+    """A packed weight may know no flattening."""
+    m, x, packed, seen = nn.Conv2d(4, 16, 3), torch.randn(2, 4, 6, 5), SimpleNamespace(dim=lambda: 2), []
+    y = unfolded.conv2d(x, m, packed, lambda patches, matrix, bias: seen.append(matrix) or F.linear(patches, m.weight.flatten(1), bias))
+    torch.testing.assert_close(y, m(x))
+    assert seen[0] is packed
+
+
 def test_a_resnet_predicts_the_same(monkeypatch):
     torch.manual_seed(0)
     torchvision_shim.import_torchvision()
@@ -78,8 +89,9 @@ def test_a_resnet_predicts_the_same(monkeypatch):
 def test_wrong_use():
     with pytest.raises(fxmask.FxMaskError, match="of 2 groups has a matrix for each"):
         unfolded.conv2d(torch.randn(1, 4, 5, 5), nn.Conv2d(4, 4, 3, groups=2))
-    with pytest.raises(fxmask.FxMaskError, match=r"expected \(B, 4, H, W\) or \(4, H, W\), got \(1, 3, 5, 5\)"):
-        unfolded.conv2d(torch.randn(1, 3, 5, 5), nn.Conv2d(4, 4, 3))
+    for shape in ((1, 3, 5, 5), (2, 1, 4, 5, 5), (4, 5)):
+        with pytest.raises(fxmask.FxMaskError, match=re.escape(f"expected (B, 4, H, W) or (4, H, W), got {shape}")):
+            unfolded.conv2d(torch.randn(shape), nn.Conv2d(4, 4, 3))
 
 
 @pytest.mark.parametrize("config", [fxmask.NMMask(2, 4), fxmask.WeightMask(ratio=0.5, block=(4, 4))], ids=["2:4", "blocks"])
@@ -88,5 +100,8 @@ def test_a_masked_layer_is_not_taken_for_a_dense_one(config):
     with pytest.raises(fxmask.FxMaskError, match="expected W∘M in `weight`, got None"):
         unfolded.conv2d(x, model[0])
     y = model(x)
+    (mask,) = fxmask.masks(model).values()
+    kept = mask if mask.dim() == 4 else expand_mask(mask, model[0].weight.shape, (4, 4))
+    torch.testing.assert_close(unfolded.conv2d(x, model[0], torch.where(kept, model[0].weight, 0)), y)
     fxmask.finalize(model)
     torch.testing.assert_close(unfolded.conv2d(x, model[0]), y)
