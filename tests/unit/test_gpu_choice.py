@@ -192,6 +192,29 @@ def test_where_triton_does_not_run_auto_stays_masked_dense(monkeypatch):
     assert not gpu_choice.takes(torch.device("cpu"), WIDE, BLOCK)  # one warning
 
 
+@pytest.mark.parametrize(
+    ("device", "hip", "there", "found"),
+    [("cuda:1", None, True, (9, 1)), ("cpu", None, True, None), ("cuda:1", "6.2", True, None), ("cuda:1", None, False, None)],
+)
+def test_a_device_of_cuda_alone_has_a_compute_capability(device, hip, there, found, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, index))
+    monkeypatch.setattr(availability, "_capability", availability._capability.__wrapped__)
+    assert availability.capability(torch.device(device)) == found
+
+
+def test_a_capture_runs_no_kernel_that_has_not_run_before_and_that_is_not_remembered(monkeypatch):
+    monkeypatch.setattr(availability, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(availability, "_TRIED", {})
+    monkeypatch.setattr(availability, "_try_on", lambda device: True)
+    found = []
+    for capturing in (True, False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        found.append(availability.kernels_run(CUDA))
+    assert found == [False, True, True]
+
+
 def test_kernels_run_from_compute_capability_8_on(monkeypatch):
     monkeypatch.setattr(availability, "triton_ops", lambda: SimpleNamespace(block_index=lambda *_: None))
     for found, runs in ((None, False), ((7, 5), False), ((8, 0), True), ((12, 0), True)):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import re
 import weakref
 
 import pytest
@@ -113,6 +114,7 @@ def test_the_ops_are_sound(shift):
     _, values, index = scale_ops.pruned_scale(turned, a.detach(), None, 16, 6, True)
     torch.library.opcheck(torch.ops.fxmask.pruned_scale_da.default, (gy, values, index, [2, 5, 48], True, [2, 5, 48]))
     assert scale_ops.pruned_scale_da(gy, values, index, [2, 5, 48], True, [2, 5, 48]).is_contiguous()
+    torch.library.opcheck(torch.ops.fxmask.pruned_scale_da.default, (gy.half(), values, index, [2, 5, 48], True, [48]))
     with pytest.raises(ShapeError, match=r"gy: expected the shape of the input, \(2, 5, 48\), got \(5, 2, 48\)"):
         scale_ops.pruned_scale_da(gy.transpose(0, 1), values, index, [2, 5, 48], True, [48])
 
@@ -121,11 +123,25 @@ def test_what_the_op_takes_and_what_has_a_gradient():
     x, a = torch.randn(5, 48, requires_grad=True), torch.randn(48, requires_grad=True)
     y, values, index = scale_ops.pruned_scale(x, a, None, 16, 2, False)
     assert [t.requires_grad for t in (y, values, index)] == [True, False, False]
-    others = {"larger b": (x, a, torch.randn(2, 5, 48)), "larger a": (x, torch.randn(2, 1, 48), None), "integers": (x.detach().int(), a, a)}
-    for x, a, b in others.values():
+    larger = torch.randn(2, 1, 48)
+    others = {
+        "larger b": (x, a, larger, "torch.float32 (5, 48) with (48,) and (2, 1, 48)"), "larger a": (x, larger, None, "torch.float32 (5, 48) with (2, 1, 48)"),
+        "larger a beside b": (x, larger, a, "torch.float32 (5, 48) with (2, 1, 48) and (48,)"),
+        "integers": (x.detach().int(), a, a, "torch.int32 (5, 48) with (48,) and (48,)"), "a number": (x[0, 0], a[0], None, "torch.float32 () with ()"),
+    }  # fmt: skip
+    for x, a, b, got in others.values():
         assert not scale_ops.fits(x, a, b)
-        with pytest.raises(ShapeError, match="a pruned product: expected a floating x that has its result's shape, got"):
+        with pytest.raises(ShapeError, match=re.escape(f"a pruned product: expected a floating x that has its result's shape, got {got}")):
             scale_ops.pruned_scale(x, a, b, 16, 2, False)
+
+
+def test_what_no_gradient_needs_is_not_saved():
+    x, a = torch.randn(5, 48), torch.randn(48)
+    for of_x, of_a in ((True, False), (False, True)):
+        held = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, held=held: held.append(tuple(t.shape)) or t, lambda t: t):
+            scale_ops.pruned_scale(x.clone().requires_grad_(of_x), a.clone().requires_grad_(of_a), None, 16, 2, False)
+        assert held == ([(48,)] if of_x else [(5, 2, 16), (5, 2)])
 
 
 def test_forward_mode_is_refused():
