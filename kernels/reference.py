@@ -53,9 +53,11 @@ def rows(t: Tensor) -> Tensor:
 def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, (..., N), contiguous, of any strides of x.
 
-    Below autograd, where nothing needs a gradient, PyTorch multiplies batches of strided rows one by one.
+    Below autograd, where nothing needs a gradient, PyTorch multiplies batches of strided rows one by one; of one row each even where they lie contiguous.
     """
-    if x.dim() > 2 and x.shape[-2] < FEW and not x.is_contiguous():
+    if x.dim() > 2 and x.is_contiguous():
+        return F.linear(rows(x), w, bias).view(*x.shape[:-1], w.shape[0])
+    if x.dim() > 2 and x.shape[-2] < FEW:
         return product_of_rows(x, w, bias)
     return F.linear(x, w, bias).contiguous()
 
@@ -108,6 +110,7 @@ def masked_linear_backward(
     gy: Tensor, x: Tensor, w: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str
 ) -> tuple[Tensor, Tensor]:
     """dX and dW."""
+    gy = rows(gy).view(gy.shape)  # one copy for both, where it is one
     return masked_linear_dx(gy, w, mask, block, backward), masked_linear_dw(gy, x, mask, dense, block, backward)
 
 

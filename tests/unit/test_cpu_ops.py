@@ -276,7 +276,7 @@ def test_a_layer_that_keeps_every_block_has_the_bits_of_a_dense_one(monkeypatch)
 
 @pytest.mark.parametrize("impl", ["cpu", "auto", "reference"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize(("batch", "channels", "tokens", "out"), [(3, 5, 196, 196), (2, 5, 16, 196), (4, 2, 33, 17)])
+@pytest.mark.parametrize(("batch", "channels", "tokens", "out"), [(3, 5, 196, 196), (2, 5, 16, 196), (4, 2, 33, 17), (64, 1, 48, 33)])
 def test_so_has_one_that_mixes_tokens(batch, channels, tokens, out, bias, impl):
     torch.manual_seed(0)
     x, gy = torch.randn(batch, tokens, channels, requires_grad=True), torch.randn(batch, out, channels).transpose(1, 2)
@@ -298,14 +298,17 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_few_tokens_side_by_side_are_one_product():
-    """Batch by batch, seven channels of 196 tokens took 30 times as long as the dense layer."""
-    x, gy, w, mask = torch.randn(4, 64, 7).transpose(1, 2), torch.randn(4, 48, 7).transpose(1, 2), torch.randn(48, 64), torch.ones(3, 4, dtype=torch.bool)
-    block, dropped = (16, 16), torch.ones(2, 4, dtype=torch.bool)
+@pytest.mark.parametrize("channels", [1, 7])
+def test_few_tokens_side_by_side_are_one_product(channels):
+    """Batch by batch, seven channels of 196 tokens took 30 times as long as the dense layer, and one channel, which lies contiguous, 12 times."""
+    x, gy = (torch.randn(28 // channels, features, channels).transpose(1, 2) for features in (64, 48))
+    w, mask, block, dropped = torch.randn(48, 64), torch.ones(3, 4, dtype=torch.bool), (16, 16), torch.ones(2, 4, dtype=torch.bool)
     with Ops() as ran:
         made = [form.masked_linear(x, w, None, mask, block) for form in (reference, masked_dense)]
         made += [form.masked_linear_dx(gy, w, mask, block, mode) for form in (reference, masked_dense) for mode in ("masked", "unmasked")]
         made += [masked_dense.masked_linear_backward(gy, x, w, mask, block)[0], dropout.dx(gy, w, dropped, block, 0.0)]
+        assert (before := len(ran.seen)) and masked_dense.masked_linear_backward(gy, x, w, mask, block)
+    assert channels == 1 or ran.seen[before:].count(torch.ops.aten.clone.default) == 2  # of x and of gy
     assert torch.ops.aten.bmm.default not in ran.seen and torch.ops.aten.mm.default in ran.seen
     y, gx = F.linear(x.contiguous(), w), gy.contiguous() @ w
     assert all(t.is_contiguous() for t in made)
