@@ -215,7 +215,6 @@ def test_a_cached_mask_of_no_weight_element_has_words():
     assert number(r"a rebuild moves ([\d.e-]+) MB", line) < 1e-4, "lists alone"
 
 
-
 def test_dense_models_have_their_own_words():
     for name in ("s12", "tiny"):
         report = _known.setdefault(name, analyze(name))

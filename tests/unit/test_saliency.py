@@ -290,6 +290,7 @@ WRONG = {
     "average=True": (dict(average=True), r"average: expected a number in \[0, 1\), got True"),
     "hysteresis<0": (dict(hysteresis=-0.1), r"hysteresis: expected a number in \[0, 1000\), got -0.1"),
     "hysteresis nan": (dict(hysteresis=float("nan")), r"hysteresis: expected a number in \[0, 1000\), got nan"),
+    "hysteresis 1e40": (dict(hysteresis=1e40), r"hysteresis: expected a number in \[0, 1000\), got 1e\+40"),
     "hysteresis 10**400": (dict(hysteresis=10**400), r"hysteresis: expected a number in \[0, 1000\), got 1000"),
     "soft gain": (dict(soft=True, gain=True, schedule=fxmask.Schedule(steps=9)), "soft=True lets blocks fade, and gain=True makes up for blocks"),
     "movement": (dict(criterion="movement"), "backward='masked' leaves masked ones standing: expected backward='ste'"),
