@@ -57,9 +57,19 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if x.dim() > 2 and x.is_contiguous():
         return F.linear(rows(x), w, bias).view(*x.shape[:-1], w.shape[0])
-    if x.dim() > 2 and x.shape[-2] < FEW:
+    if in_small_batches(x):
         return product_of_rows(x, w, bias)
     return F.linear(x, w, bias).contiguous()
+
+
+def in_small_batches(t: Tensor) -> bool:
+    """Whether products of it are of all of its rows, which are copied where they do not lie so."""
+    return t.dim() > 2 and t.shape[-2] < FEW
+
+
+def together(t: Tensor) -> Tensor:
+    """The same, copied where two products would copy it each."""
+    return t.contiguous() if in_small_batches(t) else t
 
 
 def product_of_rows(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -110,7 +120,7 @@ def masked_linear_backward(
     gy: Tensor, x: Tensor, w: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str
 ) -> tuple[Tensor, Tensor]:
     """dX and dW."""
-    gy = rows(gy).view(gy.shape)  # one copy for both, where it is one
+    gy = together(gy)
     return masked_linear_dx(gy, w, mask, block, backward), masked_linear_dw(gy, x, mask, dense, block, backward)
 
 
