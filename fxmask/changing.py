@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -17,8 +19,8 @@ from .passes.state.rebuild import Job, rebuild
 from .swap import MaskedLinear, WeightReader, swap, unswap
 
 
-def mask(model: nn.Module, decisions: list[Decision]) -> None:
-    """Mask what was chosen; where that fails, change back what was changed. Masks that were there before stay."""
+def mask(model: nn.Module, decisions: list[Decision], then: Callable[[], None]) -> None:
+    """Mask what was chosen, then do what else belongs to it; where either fails, take off these masks. Masks that were there before stay."""
     streams = _stream_names(decisions)
     owners = {id(d): _owners(model, d) for d in decisions}
     new_readers = [m for found in owners.values() for m in found if not isinstance(m, WeightReader)]
@@ -36,6 +38,7 @@ def mask(model: nn.Module, decisions: list[Decision]) -> None:
             new = [(site, weight) for site, weight in graph_sites(gm) if any(site is made for made in rewrite.made)]
             rebuild([Job(site, weight, first=True) for site, weight in new if weight is not None])
         note_ties(model)
+        then()
     except BaseException:
         for m in (*(m for _, m in swapped), *new_readers):
             unswap(m)

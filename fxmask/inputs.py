@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .dense_warnings import warn_of_regions
-from .dropping import any_dropped, drop_inputs, dropped_layers, resolved, warn_of_exports, warn_of_siblings
+from .dropping import any_dropped, drop_inputs, dropped_layers, resolved, undrop, warn_of_exports, warn_of_siblings
 from .kernels.errors import ConfigError, StateError, UnsupportedError, first_of, message, warn
 from .passes.finding.candidate import Candidate
 from .passes.finding.choose import Decision, reasons_of
@@ -19,8 +19,9 @@ from .passes.finding.products import find_products
 from .passes.settings.activation_pruning import ActivationPruning
 from .passes.settings.block_dropout import BlockDropout
 from .passes.settings.nm_mask import NMMask
-from .pruning import any_pruned, prune, pruned_layers
+from .pruning import any_pruned, prune, pruned_layers, unprune
 from .sites import REASONS, any_masked
+from .swapped import forget_asked
 
 KEYS: dict[type, str] = {ActivationPruning: "activations", BlockDropout: "dropout"}  # of an override, beside a WeightMask's options
 PRUNED_INPUT = "dense; its input is saved pruned"
@@ -154,10 +155,19 @@ class Inputs:
                 why = "none has an active dropout right before it, and no p was given"
             warn(f"fxmask.apply: {type(self.config).__name__} changes no layer: {why}.")
 
-    def change(self, model: nn.Module) -> None:
-        """Change what was chosen; masks are in place by then."""
-        prune(model, self.pruned)
-        drop_inputs(model, self.dropped)
+    def change(self, model: nn.Module, last: Callable[[], None] = lambda: None) -> None:
+        """Change what was chosen, then do what comes last; where either fails, change it back. Masks are in place by then."""
+        try:
+            prune(model, self.pruned)
+            drop_inputs(model, self.dropped)
+            last()
+        except BaseException:
+            unprune(model)
+            undrop(model)
+            for m in [d.candidate.module for d, _ in self.pruned] + [d.candidate.module for d, _, _ in self.dropped]:
+                if m is not None:
+                    forget_asked(m)
+            raise
 
 
 def saved_pruned(model: nn.Module, decisions: list[Decision]) -> list[Decision]:

@@ -140,9 +140,7 @@ def apply(
     inputs.warn_if_none()
     warn_of_regions(model, [d for d in (*decisions, *products) if (id(d) in inputs.wanted if d.candidate.product else d.config is not None)])
     before = {id(site) for _, site, _ in sites(model)}
-    mask(model, decisions)
-    inputs.change(model)
-    start_gain([(site, w) for _, site, w in sites(model) if w is not None and id(site) not in before])  # last, as it changes weights
+    mask(model, decisions, lambda: inputs.change(model, lambda: start_gain([(s, w) for _, s, w in sites(model) if w is not None and id(s) not in before])))
     _note(model, decisions, saved_pruned(model, products))
     return model
 

@@ -94,7 +94,7 @@ def unprune(model: nn.Module) -> None:
     for m in model.modules():
         if isinstance(m, Pruned):
             m.__class__ = m._fxmask_base  # type: ignore[assignment]
-            m.__dict__.pop("_fxmask_product", None)
+        m.__dict__.pop("_fxmask_product", None)
         uninstall(m)
 
 

@@ -132,8 +132,15 @@ def _in_a_group(site: Site, weight: Tensor) -> bool:
 
 
 def start_gain(sites: Sequence[tuple[Site, Tensor]]) -> None:
-    """Let layers whose masks have just begun keep the norm that they had with all blocks."""
-    for site, weight in sites:
-        c, mask = site._fxmask_config, site._fxmask_mask
-        if c.gain and mask is not None and not c.start:
-            keep_norm(site, weight, mask, torch.ones_like(mask))
+    """Let layers whose masks have just begun keep the norm that they had with all blocks: all of them, or none, for which the host holds their weights."""
+    held: list[tuple[Tensor, Tensor]] = []
+    try:
+        for site, weight in sites:
+            c, mask = site._fxmask_config, site._fxmask_mask
+            if c.gain and mask is not None and not c.start:
+                held.append((weight, weight.detach().to("cpu", copy=True)))
+                keep_norm(site, weight, mask, torch.ones_like(mask))
+    except BaseException:
+        for weight, before in held:
+            weight.detach().copy_(before)
+        raise
