@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from ..finding.choose import Decision
 from ..infra import Pass, call_again, replace_node
-from .graph_calls import MASKED_LINEAR, input_arg, linear_call, linear_parts, place_of, weight_arg
+from .graph_calls import MASKED_LINEAR, calls_of, input_arg, linear_call, linear_parts, place_of, weight_arg
 from .graph_site import GraphSite, containers, graph_sites, made_by
 from .writes import Writes
 
@@ -70,6 +70,10 @@ class RestoreLinears(Pass):
                 if isinstance(left, Node) and not left.users and (left.op in ("get_attr", "call_module") or left.target is operator.getitem):
                     gm.graph.erase_node(left)
             names.append(site._fxmask_name)
+        for call, site in list(calls_of(gm, GraphSite)):  # whose linear a rewrite that failed has not come to
+            for left in (*list(call.users), call, call.args[0]) if id(site) in chosen else ():
+                if isinstance(left, Node) and not left.users and (left is not call.args[0] or left.op == "get_attr"):
+                    gm.graph.erase_node(left)
         for name, container in containers(gm):
             for key, m in list(container.named_children()):
                 if isinstance(m, GraphSite) and id(m) in chosen:

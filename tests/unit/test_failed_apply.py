@@ -6,6 +6,7 @@ from sample_models import same_snapshot, snapshot
 from torch import nn
 
 import fxmask
+from fxmask.passes.graphs import weight_mask
 from fxmask.passes.state import rebuild
 
 LINEARS = {"block": (8, 8), "ratio": 0.5}
@@ -20,16 +21,17 @@ def small():
     return nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 32))
 
 
-def fails(after):
-    """A function that raises at its `after`-th call, and nothing else."""
+def fails(after, real=lambda *args: None):
+    """A function that raises at its `after`-th call, and is `real` before."""
     left = [after]
 
-    def step(*args, **kwargs):
+    def call(*args):
         left[0] -= 1
         if not left[0]:
             raise KeyboardInterrupt
+        return real(*args)
 
-    return step
+    return call
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -47,13 +49,8 @@ def test_inputs_that_were_changed_and_masks_are_undone(monkeypatch, config, wher
 
 
 def test_weights_that_gain_has_scaled_are_undone(monkeypatch):
-    model, real, calls = small(), rebuild.keep_norm, fails(2)
-
-    def keep_norm(*args):
-        calls()
-        real(*args)
-
-    monkeypatch.setattr(rebuild, "keep_norm", keep_norm)
+    model = small()
+    monkeypatch.setattr(rebuild, "keep_norm", fails(2, rebuild.keep_norm))
     before = snapshot(model)
     with pytest.raises(KeyboardInterrupt):
         fxmask.apply(model, **LINEARS, gain=True)
@@ -70,3 +67,16 @@ def test_masks_that_were_there_before_stay(monkeypatch):
     monkeypatch.undo()
     assert list(fxmask.masks(model)) == list(masks) == ["0.weight"]
     assert torch.equal(model(x), y)
+
+
+def test_a_graph_that_was_rewritten_in_part_runs_as_before(monkeypatch):
+    model, x = torch.fx.symbolic_trace(small().eval()), torch.randn(4, 32)
+    y = model(x)
+    monkeypatch.setattr(weight_mask, "_short", fails(2, weight_mask._short))
+    with pytest.raises(KeyboardInterrupt):
+        fxmask.apply(model, backward="rigl", **LINEARS)  # whose mask comes with a flag
+    monkeypatch.undo()
+    model.graph.lint()
+    assert [n.target for n in model.graph.nodes if n.op == "call_module"] == ["0", "1", "2"]
+    assert torch.equal(model(x), y)
+    fxmask.apply(model, **LINEARS)
