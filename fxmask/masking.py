@@ -140,7 +140,11 @@ def apply(
     inputs.warn_if_none()
     warn_of_regions(model, [d for d in (*decisions, *products) if (id(d) in inputs.wanted if d.candidate.product else d.config is not None)])
     before = {id(site) for _, site, _ in sites(model)}
-    mask(model, decisions, lambda: inputs.change(model, lambda: start_gain([(s, w) for _, s, w in sites(model) if w is not None and id(s) not in before])))
+
+    def gain() -> None:  # last, as it changes weights
+        start_gain([(site, w) for _, site, w in sites(model) if w is not None and id(site) not in before])
+
+    mask(model, decisions, lambda: inputs.change(model, gain))
     _note(model, decisions, saved_pruned(model, products))
     return model
 
