@@ -68,8 +68,8 @@ def in_small_batches(t: Tensor) -> bool:
 
 
 def together(t: Tensor) -> Tensor:
-    """The same, copied where two products would copy it each."""
-    return t.contiguous() if in_small_batches(t) else t
+    """The same, copied where two products would copy it each: not of a part of wider rows."""
+    return rows(t).view(t.shape) if in_small_batches(t) else t
 
 
 def product_of_rows(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:

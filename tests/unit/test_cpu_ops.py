@@ -316,6 +316,15 @@ def test_few_tokens_side_by_side_are_one_product(channels):
         torch.testing.assert_close(t, y if t.shape == y.shape else gx)
 
 
+def test_a_gradient_that_is_a_part_of_wider_rows_is_not_copied():
+    """As torch.cat hands it back. PyTorch multiplies such rows as they lie."""
+    gy, x, w, mask = torch.randn(4, 7, 50)[..., :48], torch.randn(4, 7, 64), torch.randn(48, 64), torch.ones(3, 4, dtype=torch.bool)
+    with Ops() as ran:
+        made = masked_dense.masked_linear_backward(gy, x, w, mask, (16, 16))
+    assert torch.ops.aten.clone.default not in ran.seen
+    torch.testing.assert_close(made, (gy @ w, gy.flatten(0, 1).T @ x.flatten(0, 1)))
+
+
 def test_a_gradient_that_is_wanted_whole_is_a_dense_one(monkeypatch):
     """As on the steps of `rigl` whose flag is set: how much the mask keeps does not count."""
     monkeypatch.setattr(deciding, "choose", lambda case, *_: pytest.fail(f"strips were asked for: {case}"))
