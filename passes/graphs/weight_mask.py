@@ -61,11 +61,14 @@ class RestoreLinears(Pass):
             if made is None or id(made[1]) not in chosen:
                 continue
             call, site = made
-            origin, name = chosen[id(site)].pop(0) if chosen[id(site)] else ("functional", "")  # a call that somebody copied has none
-            with gm.graph.inserting_before(node):
-                new = linear_call(gm, origin, x, w, b)
-            replace_node(gm, node, new)
-            call_again(gm, new, name)
+            if chosen[id(site)] or node.users:
+                origin, name = chosen[id(site)].pop(0) if chosen[id(site)] else ("functional", "")  # a call that somebody copied has none
+                with gm.graph.inserting_before(node):
+                    new = linear_call(gm, origin, x, w, b)
+                replace_node(gm, node, new)
+                call_again(gm, new, name)
+            else:  # made by a rewrite that failed before it was in place
+                gm.graph.erase_node(node)
             for left in dict.fromkeys((*rest, mask, call, b, w, call.args[0])):  # of a mask that several calls read, the weight is the first one's
                 if isinstance(left, Node) and not left.users and (left.op in ("get_attr", "call_module") or left.target is operator.getitem):
                     gm.graph.erase_node(left)
@@ -86,12 +89,10 @@ class RestoreLinears(Pass):
 
 def _add_site(gm: GraphModule, name: str, site: GraphSite) -> str:
     found = containers(gm)
-    holder = found[0][0] if found else _free_name(gm, CONTAINER)
-    if not found:
-        gm.add_module(holder, nn.Module().train(gm.training))
-    container = gm.get_submodule(holder)
+    holder, container = found[0] if found else (_free_name(gm, CONTAINER), nn.Module().train(gm.training))
     key = _free_name(container, name.replace(".", "_") or "root")
     container.add_module(key, site)
+    gm.add_module(holder, container)
     return f"{holder}.{key}"
 
 
