@@ -67,7 +67,7 @@ def in_small_batches(t: Tensor) -> bool:
     return t.dim() > 2 and t.shape[-2] < FEW
 
 
-def together(t: Tensor) -> Tensor:
+def copied_once(t: Tensor) -> Tensor:
     """The same, copied where two products would copy it each: not of a part of wider rows."""
     return rows(t).view(t.shape) if in_small_batches(t) else t
 
@@ -120,7 +120,7 @@ def masked_linear_backward(
     gy: Tensor, x: Tensor, w: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str
 ) -> tuple[Tensor, Tensor]:
     """dX and dW."""
-    gy = together(gy)
+    gy = copied_once(gy)
     return masked_linear_dx(gy, w, mask, block, backward), masked_linear_dw(gy, x, mask, dense, block, backward)
 
 
